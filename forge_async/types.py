@@ -1,0 +1,172 @@
+"""The domain in plain data: what flows from a dataset to the optimizer.
+
+``Prompt`` -> ``Group`` (n episodes of one prompt) -> ``Episode`` (turns) -> ``Turn`` (one completion and the
+environment's answer) -> token. ``TrainingSequence`` is what the trainer eats.
+
+A *policy version* is the number of optimizer steps the trainer has completed, an int. It is the only clock:
+the staleness of a token is the trainer's version minus the token's version.
+
+Arrays are one-dimensional NumPy arrays, one entry per token: ids and versions ``int32``, log-probs ``float32``
+(natural logarithm), masks ``bool``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort"]
+
+IdArray = np.ndarray
+"""int32 [T]: token ids."""
+FloatArray = np.ndarray
+"""float32 [T]."""
+VersionArray = np.ndarray
+"""int32 [T]: policy versions."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One occurrence of a dataset row: the unit whose fate the ledger records.
+
+    ``prompt_id`` is unique per occurrence (epoch and row), so a row seen twice has two ids.
+    """
+
+    prompt_id: str
+    messages: tuple[dict[str, str], ...]
+    """Chat messages, each with ``role`` and ``content``."""
+    token_ids: IdArray
+    """int32 [P]: the messages rendered by the chat template, generation prompt included."""
+    answer: Any = None
+    """What the reward functions compare with, as the dataset gives it."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One generation by the policy service. All arrays have length R, the number of sampled tokens."""
+
+    prompt_token_ids: IdArray
+    """int32 [P]."""
+    token_ids: IdArray
+    """int32 [R]: the sampled ids, a sampled end token included."""
+    logprobs: FloatArray
+    """float32 [R]: behaviour log-probs, under the distribution that was sampled from."""
+    policy_versions: VersionArray
+    """int32 [R]: the version whose weights computed each token; never decreases."""
+    kv_versions: VersionArray
+    """int32 [R]: the oldest version whose keys and values the token attended to."""
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    """The stop token id or string that ended it, where there was one other than the end token."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One completion and what the environment answered (empty when the episode ended)."""
+
+    completion: Completion
+    reply: tuple[dict[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One scored trajectory of one prompt."""
+
+    episode_id: str
+    prompt_id: str
+    turns: tuple[Turn, ...]
+    reward: float
+    """Weighted sum of ``reward_parts``."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """Each reward function's own value, before weighting."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def oldest_version(self) -> int:
+        """The smallest policy version of any token of the episode."""
+        return min(int(turn.completion.policy_versions.min()) for turn in self.turns)
+
+    @property
+    def truncated(self) -> bool:
+        """True when the last completion ended by its token limit: the finish reason decides, no id comparison."""
+        return self.turns[-1].completion.finish_reason == "length"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The episodes of one prompt; the baseline of their advantages is computed within the group."""
+
+    prompt: Prompt
+    episodes: tuple[Episode, ...]
+    failed: int = 0
+    """Episodes that raised or timed out; they carry no reward and are not trained."""
+
+    @property
+    def oldest_version(self) -> int:
+        return min(episode.oldest_version for episode in self.episodes)
+
+
+@dataclass(frozen=True)
+class TrainingSequence:
+    """One row of training data, before packing. All arrays have length T, prompt and completion together.
+
+    Entry t of ``logprobs``, ``policy_versions``, ``advantages`` and ``loss_mask`` belongs to token t itself (not to the
+    prediction of the next token). Prompt tokens have ``loss_mask`` False, log-prob 0 and version -1.
+    """
+
+    sequence_id: str
+    token_ids: IdArray
+    loss_mask: np.ndarray
+    """bool [T]: True for sampled tokens that are trained."""
+    logprobs: FloatArray
+    """float32 [T]: behaviour log-probs."""
+    policy_versions: VersionArray
+    """int32 [T]."""
+    advantages: FloatArray
+    """float32 [T]."""
+    temperature: float = 1.0
+    """The sampling temperature: the trainer scales its logits by 1/temperature before taking log-probs."""
+
+    def __post_init__(self) -> None:
+        length = len(self.token_ids)
+        for name in ("loss_mask", "logprobs", "policy_versions", "advantages"):
+            if len(getattr(self, name)) != length:
+                raise ValueError(
+                    f"{self.sequence_id}: {name} has {len(getattr(self, name))} entries, token_ids has {length}; "
+                    "every array of a TrainingSequence has one entry per token"
+                )
+
+    @property
+    def oldest_version(self) -> int:
+        """The smallest version among trained tokens."""
+        return int(self.policy_versions[self.loss_mask].min())
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one optimizer step reports. Losses and ratios are means over the trained tokens of the whole step."""
+
+    version: int
+    """Policy version after the step; unchanged when ``skipped``."""
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+    ratio_mean: float
+    """Mean importance ratio exp(trainer log-prob - behaviour log-prob)."""
+    ratio_max: float
+    clip_fraction: float
+    entropy: float
+    """Mean entropy of the trainer's next-token distribution on trained tokens, nats."""
+    trained_tokens: int
+    """Tokens in the loss's denominator."""
+    total_tokens: int
+    """Tokens in the forward pass, padding excluded."""
+    nonfinite_tokens: int
+    """Tokens left out of loss and denominator because their behaviour log-prob was not finite."""
+    wall_s: float
+    skipped: bool = False
+    """True when no token had a loss: no optimizer step was taken and the version did not change."""

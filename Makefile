@@ -1,0 +1,45 @@
+# make grpo    set up, then train a tiny model by asynchronous GRPO         make smollm2  the same with SmolLM2-135M
+# make test    set up, then run the whole test suite                        make check    lint, format, types
+#
+# make grpo ARGS="trainer.optimizer.lr=1e-4 seed=1"      overrides
+# make setup EXTRA=cuda                                  the CUDA packages instead of the CPU ones
+
+VENV ?= .venv
+EXTRA ?= cpu
+PYTHON ?=
+CONFIG ?= configs/grpo_tiny.yaml
+ARGS ?=
+TESTS ?=
+
+BIN := $(VENV)/bin
+export PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help setup grpo smollm2 test check format lock clean
+
+help: ## show the targets
+	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
+
+setup: ## make .venv with the pinned packages (nothing is redone when it is up to date)
+	@tools/setup.sh $(VENV) $(EXTRA)
+
+grpo: setup ## train: CONFIG=configs/grpo_tiny.yaml, overrides in ARGS
+	@$(BIN)/python apps/grpo_main.py --config $(CONFIG) $(ARGS)
+
+smollm2: setup ## train SmolLM2-135M on chain_sum
+	@$(BIN)/python apps/grpo_main.py --config configs/grpo_smollm2.yaml $(ARGS)
+
+test: setup ## run the whole test suite; TESTS="tests/buffer -k ledger" for a part
+	@$(BIN)/python -m pytest $(TESTS)
+
+check: setup ## ruff check, ruff format --check, mypy
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+format: setup ## ruff: fix what can be fixed, then format
+	@$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
+
+lock: setup ## rewrite requirements/$(EXTRA).txt from pyproject.toml and the overrides
+	@tools/lock.sh $(BIN) $(EXTRA)
+
+clean: ## remove .venv and the caches
+	@rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache *.egg-info

@@ -1,0 +1,125 @@
+"""What can be set about generation: the engine, the sampling of a request, and how new weights arrive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from forge_async.errors import require
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How one completion is sampled. Names, meanings and defaults are those of vLLM's ``SamplingParams``."""
+
+    temperature: float = 1.0
+    """Divides the logits before the softmax; 0 is greedy decoding."""
+    top_p: float = 1.0
+    """Nucleus sampling: keep the likeliest tokens whose probabilities sum to this."""
+    top_k: int = 0
+    """Keep this many of the likeliest tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest one."""
+    max_tokens: int = 64
+    """Longest completion, tokens; it ends with finish reason ``length``."""
+    min_tokens: int = 0
+    """No end or stop token is sampled before this many tokens."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Token ids that end a completion, beside the model's own end tokens; the sampled id is part of the completion."""
+    ignore_eos: bool = False
+    """Go on past the model's end tokens (for measurements)."""
+
+    def __post_init__(self) -> None:
+        require(self.temperature >= 0, "temperature", self.temperature, "at least 0")
+        require(
+            self.temperature == 0 or self.temperature >= 0.01,
+            "temperature",
+            self.temperature,
+            "0 (greedy) or at least 0.01",
+            "Smaller values overflow the logits.",
+        )
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        require(self.top_k >= 0, "top_k", self.top_k, "at least 0 (0 keeps every token)")
+        require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        require(
+            0 <= self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            self.min_tokens,
+            f"between 0 and max_tokens ({self.max_tokens})",
+        )
+        require(all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "token ids, 0 or more")
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """What happens to running requests when new weights arrive."""
+
+    mode: str = "never_stop"
+    """``never_stop``: weights are replaced between two forward passes and every request goes on."""
+    kv: str = "keep"
+    """What becomes of the running requests' keys and values: ``keep`` goes on with those of the older weights,
+    ``recompute`` computes them anew with the new weights (exact, and costs one prefill per running request)."""
+    attest: bool = True
+    """After each swap read the live parameters back and compare their digest with the published one."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.mode == "never_stop",
+            "mode",
+            self.mode,
+            "'never_stop'",
+            "abort_resume, abort_retry, drain and blocking are not available yet.",
+        )
+        require(self.kv in ("keep", "recompute"), "kv", self.kv, "'keep' or 'recompute'")
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """One generator replica's engine, and how many replicas there are."""
+
+    num_replicas: int = 1
+    """Engines, each in its own process; requests go to the least loaded."""
+    dtype: str = "float32"
+    """Of weights, activations and KV cache: float32, bfloat16 or float16. On CPUs without AVX-512 or AMX bfloat16 is
+    several times slower than float32."""
+    max_model_len: int = 1024
+    """Longest prompt and completion together, tokens."""
+    max_num_seqs: int = 64
+    """Requests decoded at once; more wait in a queue."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of one forward pass; longer prefills are split over several."""
+    block_size: int = 32
+    """Tokens per KV-cache block: a prefix is shared between requests in whole blocks only."""
+    kv_cache_gib: float = 1.0
+    """KV-cache memory per replica, GiB."""
+    enforce_eager: bool | None = None
+    """Run without compilation and CUDA graphs; None: eager on CPU, compiled on GPU."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """Used for requests which bring no sampling parameters of their own."""
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+
+    def __post_init__(self) -> None:
+        require(self.num_replicas >= 1, "num_replicas", self.num_replicas, "at least 1")
+        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        require(self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2")
+        require(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "at least 1")
+        require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens,
+            f"at least max_num_seqs ({self.max_num_seqs})",
+            "Every running request needs one token in each forward pass.",
+        )
+        require(
+            self.block_size in (16, 32, 64, 128), "block_size", self.block_size, "16, 32, 64 or 128 (tokens)"
+        )
+        require(self.kv_cache_gib > 0, "kv_cache_gib", self.kv_cache_gib, "greater than 0")
+        require(
+            self.sampling.max_tokens < self.max_model_len,
+            "sampling.max_tokens",
+            self.sampling.max_tokens,
+            f"less than max_model_len ({self.max_model_len})",
+            "Prompt and completion together must fit max_model_len.",
+        )

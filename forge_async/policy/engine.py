@@ -1,0 +1,454 @@
+"""An in-process vLLM engine with its own thread: it steps while there are requests, and swaps weights between steps.
+
+```
+ any thread:  submit / abort / swap ──▶ inbox ──▶ engine thread:  ┌▶ take the inbox
+              futures of Completion / SwapReport ◀───────────────│  swap weights and version label, if asked
+                                                                 │  admit requests, salted with the version
+                                                                 └─ one forward pass; its tokens get the label
+```
+
+One thread does everything to the engine, in this order, so that a forward pass never sees two versions and a token's
+label is the version whose weights computed it. Requests beyond ``max_num_seqs`` wait here rather than inside vLLM:
+a request's KV cache then begins at the version it was salted with.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import torch
+
+from forge_async.errors import DataError, ForgeError
+from forge_async.policy import checkpoint, vllm_compat
+from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.policy.weight_plan import WeightMismatchError, WeightPlan
+from forge_async.types import Completion, FinishReason
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine, RequestOutput, SamplingParams
+
+
+class EngineDied(ForgeError):
+    """The engine thread ended by an error, which is the cause; every request it held has failed."""
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """What one swap did."""
+
+    version: int
+    previous_version: int
+    pause_ms: float
+    """Time between two forward passes that the swap took, milliseconds."""
+    in_flight: int
+    """Requests that were running across it."""
+    nbytes: int
+    """Bytes copied."""
+
+
+@dataclass
+class EngineCounters:
+    """Sums since the start or the last reset."""
+
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    finished: int = 0
+    abort_requested: int = 0
+    """Requests ended because somebody asked for it."""
+    aborted: int = 0
+    """Requests that ended as aborted although nobody asked."""
+    swaps: int = 0
+    swaps_in_flight: int = 0
+    """Swaps with at least one request running."""
+    steps: int = 0
+    busy_s: float = 0.0
+    """Seconds in forward passes and swaps."""
+    idle_s: float = 0.0
+    """Seconds without any request."""
+    swap_ms: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Request:
+    request_id: str
+    prompt: np.ndarray
+    params: SamplingParams
+    future: Future[Completion]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kv_versions: list[int] = field(default_factory=list)
+    kv_version: int = -1
+    """The version at which its keys and values begin."""
+    internal_id: str = ""
+    """vLLM's id, once admitted."""
+
+
+class PolicyEngine:
+    """vLLM behind four thread-safe calls: :meth:`submit`, :meth:`abort`, :meth:`swap` and :meth:`status`."""
+
+    def __init__(self, config: PolicyConfig, model_path: str | Path, version: int = 0, seed: int = 0) -> None:
+        self.config, self.model_path, self.seed = config, str(model_path), seed
+        self.version = version
+        """Of the live weights; written by the engine thread only."""
+        self.counters = EngineCounters()
+        self.plan: WeightPlan
+        """Set by :meth:`start`."""
+        self._vocabulary = 0
+        self._engine: LLMEngine
+        self._inbox: collections.deque[tuple[str, Any]] = collections.deque()
+        self._wake = threading.Condition()
+        self._waiting: collections.deque[_Request] = collections.deque()
+        self._active: dict[str, _Request] = {}
+        """vLLM's id -> request."""
+        self._names: dict[str, _Request] = {}
+        """The caller's id -> request, waiting or active."""
+        self._failure: BaseException | None = None
+        self._stopped = False
+        self._numbers = itertools.count()
+        self._started: Future[dict[str, float]] = Future()
+        self._thread = threading.Thread(target=self._main, name="policy-engine", daemon=True)
+
+    # ---- calls from any thread ----
+
+    def start(self) -> dict[str, float]:
+        """Build the engine, prove the weight plan and warm up; returns the seconds each took. Blocks for long."""
+        checkpoint.read_config(self.model_path)
+        checkpoint.weight_files(self.model_path)
+        self._thread.start()
+        return self._started.result()
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int] | np.ndarray,
+        sampling: SamplingConfig | None = None,
+        request_id: str | None = None,
+        seed: int | None = None,
+    ) -> Future[Completion]:
+        """Queue a request.
+
+        Args:
+            prompt_token_ids: int [P], at least one and at most ``max_model_len - 1``.
+            sampling: defaults to the config's.
+            request_id: must not be that of a running request; made up when None.
+            seed: makes the request's own draws reproducible; None draws from the engine's generator.
+        Raises:
+            DataError: the prompt is empty, too long, or has ids outside of the vocabulary.
+            EngineDied: the engine thread has ended.
+        """
+        sampling = sampling or self.config.sampling
+        prompt = np.asarray(prompt_token_ids, dtype=np.int32).reshape(-1)
+        name = request_id if request_id is not None else f"request-{next(self._numbers)}"
+        limit = self.config.max_model_len - 1
+        if not 1 <= len(prompt) <= limit:
+            raise DataError(
+                f"{name}: the prompt has {len(prompt)} tokens, allowed are 1 to {limit} "
+                f"(max_model_len {self.config.max_model_len} less one to generate)"
+            )
+        if prompt.min() < 0 or prompt.max() >= self._vocabulary:
+            raise DataError(f"{name}: token ids must be in 0..{self._vocabulary - 1}, found {prompt.min()}..{prompt.max()}")
+        request = _Request(name, prompt, _sampling_params(sampling, seed), Future())
+        self._post("submit", request)
+        return request.future
+
+    def abort(self, request_id: str) -> None:
+        """End a request early: its completion has the tokens so far and finish reason ``abort``. Unknown ids are fine."""
+        self._post("abort", request_id)
+
+    def swap(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[SwapReport]:
+        """Make ``tensors`` (HF name -> full tensor) the live weights between two forward passes, and label by ``version``.
+
+        The tensors must stay valid until the future is done. Shapes are checked here, before anything is changed.
+        """
+        self.plan.check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        if version < self.version:
+            raise ForgeError(f"version {version} is older than the live one, {self.version}: versions never decrease")
+        future: Future[SwapReport] = Future()
+        self._post("swap", (version, tensors, future))
+        return future
+
+    def status(self) -> dict[str, Any]:
+        """A snapshot of counters and queue lengths."""
+        return {
+            "version": self.version,
+            "running": len(self._active),
+            "waiting": len(self._waiting) + sum(kind == "submit" for kind, _ in list(self._inbox)),
+            **{name: getattr(self.counters, name) for name in self.counters.__dataclass_fields__ if name != "swap_ms"},
+            "swap_ms": list(self.counters.swap_ms),
+            "failed": None if self._failure is None else repr(self._failure),
+        }
+
+    def stop(self) -> None:
+        """End the thread after the current forward pass; unfinished requests fail. Safe to call twice."""
+        with self._wake:
+            self._stopped = True
+            self._wake.notify()
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _post(self, kind: str, payload: Any) -> None:
+        with self._wake:
+            if self._failure is not None:
+                raise EngineDied(f"the engine died earlier: {self._failure}") from self._failure
+            if self._stopped:
+                raise EngineDied("the engine was stopped")
+            self._inbox.append((kind, payload))
+            self._wake.notify()
+
+    # ---- the engine thread ----
+
+    def _main(self) -> None:
+        """Consumes the inbox, produces results of futures; waits only while there is nothing to do; ends by stop()."""
+        try:
+            self._started.set_result(self._build())
+        except BaseException as error:
+            self._started.set_exception(error)
+            self._fail(error)
+            return
+        try:
+            while self._take_inbox():
+                if self._active or self._waiting:
+                    began = time.perf_counter()
+                    self._admit()
+                    self._step()
+                    self.counters.busy_s += time.perf_counter() - began
+        except BaseException as error:
+            self._fail(error)
+        else:
+            self._fail(EngineDied("the engine was stopped"))
+
+    def _build(self) -> dict[str, float]:
+        config, began = self.config, time.perf_counter()
+        self._engine = vllm_compat.build_engine(
+            model=self.model_path,
+            dtype=config.dtype,
+            enforce_eager=config.enforce_eager,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            block_size=config.block_size,
+            kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
+            seed=self.seed,
+        )
+        built = time.perf_counter()
+        self.plan = build_plan(vllm_compat.model_of(self._engine), self.model_path)
+        planned = time.perf_counter()
+        self._vocabulary = self._engine.model_config.get_vocab_size()
+        self._engine.set_weight_version(str(self.version))
+        self._warm_up()
+        return {"build_s": built - began, "plan_s": planned - built, "warm_up_s": time.perf_counter() - planned}
+
+    def _warm_up(self) -> None:
+        """A few short requests through the whole path; the first forward passes of a process are seconds slow."""
+        sampling = SamplingConfig(max_tokens=4, ignore_eos=True)
+        for i in range(min(4, self.config.max_num_seqs)):
+            prompt = np.full(min(8, self.config.max_model_len - 4) or 1, i % self._vocabulary, dtype=np.int32)
+            self._accept(_Request(f"warm-up-{i}", prompt, _sampling_params(sampling, None), Future()))
+        while self._waiting or self._active:
+            self._admit(salt="warm-up")
+            self._step()
+        self.counters = EngineCounters()
+
+    def _take_inbox(self) -> bool:
+        """Carry out what was posted, waiting while there is no request at all; False when stopped."""
+        with self._wake:
+            if not (self._inbox or self._stopped or self._active or self._waiting):
+                began = time.perf_counter()
+                self._wake.wait_for(lambda: bool(self._inbox) or self._stopped)
+                self.counters.idle_s += time.perf_counter() - began
+            if self._stopped:
+                return False
+            posted = list(self._inbox)
+            self._inbox.clear()
+        for kind, payload in posted:
+            if kind == "submit":
+                self._accept(payload)
+            elif kind == "abort":
+                self._abort(payload)
+            else:
+                self._swap(*payload)
+        return True
+
+    def _accept(self, request: _Request) -> None:
+        if request.request_id in self._names:
+            request.future.set_exception(DataError(f"{request.request_id}: a request of this id is running already"))
+            return
+        self._names[request.request_id] = request
+        self._waiting.append(request)
+
+    def _admit(self, salt: str | None = None) -> None:
+        """Hand waiting requests to vLLM while it has places. The salt keeps prefix-cache blocks of versions apart."""
+        while self._waiting and len(self._active) < self.config.max_num_seqs:
+            request = self._waiting.popleft()
+            request.kv_version = self.version
+            self.counters.prompt_tokens += len(request.prompt)
+            prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": salt or str(self.version)}
+            try:
+                request.internal_id = self._engine.add_request(request.request_id, prompt, request.params)
+            except (ValueError, TypeError) as error:  # vLLM refuses this request; the others are not concerned
+                del self._names[request.request_id]
+                request.future.set_exception(DataError(f"{request.request_id}: {error}"))
+                continue
+            self._active[request.request_id] = request
+
+    def _step(self) -> None:
+        """One forward pass; the tokens that it sampled are labelled with the live version."""
+        self.counters.steps += 1
+        for output in self._engine.step():
+            request = self._active.get(output.request_id)
+            if request is None:
+                continue
+            self._append(request, output)
+            if output.finished:
+                self._finish(request, output)
+
+    def _append(self, request: _Request, output: RequestOutput) -> None:
+        sample = output.outputs[0]
+        new = list(sample.token_ids)
+        if not new:
+            return
+        assert sample.logprobs is not None
+        request.token_ids += new
+        request.logprobs += [position[token].logprob for token, position in zip(new, sample.logprobs[-len(new) :])]
+        request.versions += [self.version] * len(new)
+        request.kv_versions += [request.kv_version] * len(new)
+        self.counters.generated_tokens += len(new)
+
+    def _finish(self, request: _Request, output: RequestOutput) -> None:
+        sample = output.outputs[0]
+        del self._active[request.request_id], self._names[request.request_id]
+        spans = [(int(span.version), span.start, span.end) for span in sample.weight_versions or []]
+        if spans != spans_of(request.versions):
+            request.future.set_exception(
+                ForgeError(
+                    f"{request.request_id}: vLLM labels its tokens {spans}, the engine loop {spans_of(request.versions)}"
+                )
+            )
+        elif sample.finish_reason not in get_args(FinishReason):
+            request.future.set_exception(ForgeError(f"{request.request_id}: vLLM ended it by {sample.finish_reason!r}"))
+        else:
+            self.counters.finished += 1
+            self.counters.aborted += sample.finish_reason == "abort"
+            self._resolve(request, sample.finish_reason, sample.stop_reason)
+
+    def _resolve(self, request: _Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        completion = Completion(
+            prompt_token_ids=request.prompt,
+            token_ids=np.asarray(request.token_ids, dtype=np.int32),
+            logprobs=np.asarray(request.logprobs, dtype=np.float32),
+            policy_versions=np.asarray(request.versions, dtype=np.int32),
+            kv_versions=np.asarray(request.kv_versions, dtype=np.int32),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+        )
+        if request.future.set_running_or_notify_cancel():
+            request.future.set_result(completion)
+
+    def _abort(self, request_id: str) -> None:
+        request = self._names.pop(request_id, None)
+        if request is None:
+            return
+        if self._active.pop(request_id, None) is not None:
+            self._engine.abort_request([request.internal_id], internal=True)
+        else:
+            self._waiting.remove(request)
+        self.counters.abort_requested += 1
+        self._resolve(request, "abort")
+
+    def _swap(self, version: int, tensors: Mapping[str, torch.Tensor], future: Future[SwapReport]) -> None:
+        """Weights, label and what the KV cache means change together; nothing here can fail half-way but a lost device."""
+        began = time.perf_counter()
+        previous = self.version
+        self.plan.apply(tensors)
+        self._engine.set_weight_version(str(version))
+        self.version = version
+        if self.config.update.kv == "recompute" and self._active:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+            for request in self._active.values():
+                request.kv_version = version
+        pause = time.perf_counter() - began
+        self.counters.swaps += 1
+        self.counters.swaps_in_flight += bool(self._active)
+        self.counters.swap_ms.append(pause * 1e3)
+        self.counters.busy_s += pause
+        future.set_result(SwapReport(version, previous, pause * 1e3, len(self._active), self.plan.nbytes))
+
+    def _fail(self, error: BaseException) -> None:
+        with self._wake:
+            self._failure = error
+            posted = list(self._inbox)
+            self._inbox.clear()
+        died = EngineDied(f"the generator's engine ended: {type(error).__name__}: {error}")
+        died.__cause__ = error
+        futures = [request.future for request in self._names.values()]
+        futures += [payload.future for kind, payload in posted if kind == "submit"]
+        futures += [payload[2] for kind, payload in posted if kind == "swap"]
+        self._names.clear(), self._active.clear(), self._waiting.clear()
+        for future in futures:
+            if not future.done():
+                with contextlib.suppress(Exception):  # cancelled between the two lines
+                    future.set_exception(died)
+
+
+def spans_of(versions: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Runs of equal versions as (version, start, end), end excluded."""
+    spans: list[tuple[int, int, int]] = []
+    for version, run in itertools.groupby(versions):
+        start = spans[-1][2] if spans else 0
+        spans.append((int(version), start, start + len(list(run))))
+    return spans
+
+
+def build_plan(model: torch.nn.Module, model_path: str | Path) -> WeightPlan:
+    """The weight plan of a vLLM ``model`` that was just loaded from ``model_path``, proved by reading it backwards.
+
+    Raises:
+        WeightMismatchError: what the plan reads back is not what the checkpoint holds (a layout of this model, device
+            or vLLM release that in-place copies would not serve).
+    """
+    parameters = dict(model.named_parameters())
+    aliases = {}
+    embedding, head = parameters.get("model.embed_tokens.weight"), getattr(model, "lm_head", None)
+    if embedding is not None and getattr(head, "weight", None) is embedding:
+        aliases["lm_head.weight"] = "model.embed_tokens.weight"
+    plan = WeightPlan.record(model.load_weights, parameters, checkpoint.layout(model_path), aliases)
+    for name, tensor in checkpoint.tensors(model_path):
+        if name not in plan.entries:
+            continue
+        live = plan.read(name)
+        if not torch.equal(live, tensor.to(live.dtype).to(live.device)):
+            raise WeightMismatchError(
+                f"{name}: the live parameters do not hold the checkpoint's values as loaded, so weights of this model "
+                "cannot be replaced in place here"
+            )
+    return plan
+
+
+def _sampling_params(sampling: SamplingConfig, seed: int | None) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        seed=seed,
+        logprobs=0,  # of the sampled token only
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )

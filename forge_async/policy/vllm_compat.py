@@ -1,0 +1,112 @@
+"""Everything private to vLLM 0.32.0 that the policy service touches.
+
+1. ``keep_parameters_live``: on CPU vLLM packs linear weights (oneDNN) and stacked experts at load time. Then parameters
+   are empty or permuted, and a later load is refused half-way (linear) or silently without effect (tied output layer,
+   experts). With the patches the forward pass reads the very parameters that ``load_weights`` fills, so that in-place
+   copies are new weights. Needed until vLLM can update packed weights;
+   ``tests/policy/test_engine.py::test_swapped_logprobs_equal_transformers`` covers it.
+2. ``model_of``: the model object inside an in-process engine.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process: weights are swapped in place
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are pinned by whoever started the process
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""Set before vLLM is imported, unless already set."""
+
+
+def prepare_environment() -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def build_engine(live_parameters: bool = True, **engine_args: Any) -> LLMEngine:
+    """An in-process engine which schedules and executes one forward pass per ``step()``.
+
+    Asynchronous scheduling is off: it would start the next pass before the last one's tokens are known, and a swap
+    between two steps would then mislabel tokens.
+    """
+    prepare_environment()
+    from vllm import EngineArgs, LLMEngine
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    if on_cpu and live_parameters:
+        keep_parameters_live()
+    if engine_args.get("enforce_eager") is None:
+        engine_args["enforce_eager"] = on_cpu
+    if not on_cpu:
+        engine_args.setdefault("moe_backend", "triton")  # keeps experts in the order load_weights writes them
+    return LLMEngine.from_engine_args(
+        EngineArgs(
+            async_scheduling=False,
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            logprobs_mode="processed_logprobs",  # under the distribution that is sampled from
+            **engine_args,
+        )
+    )
+
+
+def model_of(engine: LLMEngine) -> torch.nn.Module:
+    return engine.model_executor.driver_worker.get_model()  # type: ignore[attr-defined]
+
+
+def keep_parameters_live() -> None:
+    """Patch vLLM's CPU layers, before an engine is built, so that they compute with their parameters as loaded."""
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    def use_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = use_parameter
+    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
+    CPUUnquantizedExperts.apply = _apply_live_experts
+
+
+def _apply_live_experts(
+    self: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    *unused: Any,
+    apply_router_weight_on_input: bool = False,
+    **also_unused: Any,
+) -> None:
+    """Mixture of experts over unpacked parameters: gated SiLU experts, summed with the router's weights.
+
+    Args:
+        output: [T, H], written.
+        hidden_states: [T, H].
+        w1: [E, 2 I, H], gate above up. w2: [E, H, I].
+        topk_weights: float32 [T, K]. topk_ids: int32 [T, K].
+    """
+    if activation.value != "silu" or apply_router_weight_on_input or self.w1_bias is not None:
+        raise NotImplementedError(f"live experts on CPU: activation {activation.value}, or expert biases")
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        token, slot = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = functional.linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
+        out = functional.linear(functional.silu(gate) * up, w2[expert])
+        output.index_add_(0, token, out * topk_weights[token, slot].unsqueeze(-1).to(out.dtype))

@@ -1,0 +1,205 @@
+"""The plan by which HF tensors become a vLLM model's live parameters, made once and replayed for every version.
+
+vLLM fuses, splits and pads what a checkpoint holds (q, k and v are one matrix; experts are stacked), and each model
+class knows how in its ``load_weights``. The plan is obtained by running that very method once per HF tensor while a
+dispatch mode notes where it would copy to, without copying. Replaying it is a list of in-place copies: no allocation,
+no Python per-model logic, and nothing changes before every name and shape was checked.
+
+The same plan read backwards gives the HF tensors as the model holds them now, which is what a version's digest is
+computed from (attestation), and what proves at start-up that the plan is right: read backwards, it must return the
+checkpoint that was just loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forge_async.errors import ForgeError
+
+NOT_A_WEIGHT = "rotary_emb.inv_freq"
+"""Names with this in them are computed, not learned; checkpoints of some models carry them all the same."""
+
+
+class WeightMismatchError(ForgeError):
+    """Tensors do not fit the model; the message names the tensor. Nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One copy: a strided part of a contiguous HF tensor to a view of a live parameter of the same shape."""
+
+    target: torch.Tensor
+    """A view into the live parameter."""
+    stride: tuple[int, ...]
+    """Of the part within the HF tensor, elements."""
+    offset: int
+    """Of the part's first element within the HF tensor, elements."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a contiguous HF ``tensor`` that this piece is about, as a view."""
+        return tensor.as_strided(self.target.shape, self.stride, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """Where one HF tensor goes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """Of the live parameter."""
+    pieces: tuple[Piece, ...]
+
+
+class WeightPlan:
+    """HF name -> views of live parameters. Build it with :meth:`record`.
+
+    ``aliases`` maps an HF name that shares another one's parameter (tied embeddings) to that other name. An update may
+    or may not contain it; where it does, attestation shows whether it holds the same values.
+    """
+
+    def __init__(self, entries: Mapping[str, PlanEntry], aliases: Mapping[str, str]) -> None:
+        self.entries = dict(entries)
+        self.aliases = dict(aliases)
+
+    @classmethod
+    def record(
+        cls,
+        load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
+        parameters: Mapping[str, torch.Tensor],
+        layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        aliases: Mapping[str, str] | None = None,
+    ) -> WeightPlan:
+        """Run ``load_weights`` once per tensor of ``layout`` (HF name -> shape, dtype), copying nothing.
+
+        Args:
+            load_weights: the model's own loader, called with one (name, tensor) pair at a time.
+            parameters: the live parameters by name.
+            aliases: see the class.
+        Raises:
+            WeightMismatchError: the loader rejects a tensor, takes nothing from it, changes a parameter by other means
+                than copies from it, or leaves part of a parameter unset.
+        """
+        aliases = dict(aliases or {})
+        recorder = _CopyRecorder(parameters.values())
+        entries: dict[str, PlanEntry] = {}
+        for name, (shape, dtype) in layout.items():
+            if name in aliases or NOT_A_WEIGHT in name:
+                continue
+            source = torch.empty(shape, dtype=dtype)  # never touched, so it takes no memory
+            try:
+                with recorder.recording(source):
+                    load_weights([(name, source)])
+            except WeightMismatchError as error:
+                raise WeightMismatchError(f"{name} {list(shape)}: {error}") from error
+            except (AssertionError, RuntimeError, ValueError, KeyError, AttributeError) as error:
+                raise WeightMismatchError(
+                    f"{name} {list(shape)}: the model's loader rejects it ({type(error).__name__}: {error})"
+                ) from error
+            if not recorder.pieces:
+                raise WeightMismatchError(f"{name} {list(shape)}: the model has no parameter for it")
+            entries[name] = PlanEntry(name, tuple(shape), recorder.pieces[0].target.dtype, tuple(recorder.pieces))
+        recorder.check_covered(parameters)
+        return cls(entries, aliases)
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise :class:`WeightMismatchError` unless ``shapes`` (HF name -> shape) is a whole version of this model."""
+        missing = sorted(self.entries.keys() - shapes.keys())
+        if missing:
+            raise WeightMismatchError(
+                f"{missing[0]}: not among the {len(shapes)} tensors of the update"
+                + (f" (nor are {len(missing) - 1} others)" if len(missing) > 1 else "")
+            )
+        for name, shape in shapes.items():
+            entry = self.entries.get(self.aliases.get(name, name))
+            if entry is None:
+                raise WeightMismatchError(f"{name} {list(shape)}: the generator's model has no such tensor")
+            if tuple(shape) != entry.shape:
+                raise WeightMismatchError(
+                    f"{name}: the update's shape is {list(shape)}, the generator's {list(entry.shape)}"
+                )
+
+    def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy a whole version into the live parameters, in place. Call :meth:`check` before.
+
+        Dtypes are converted where they differ.
+        """
+        with torch.inference_mode():
+            for name, entry in self.entries.items():
+                source = tensors[name]
+                if not source.is_contiguous():
+                    source = source.contiguous()
+                for piece in entry.pieces:
+                    piece.target.copy_(piece.of(source), non_blocking=True)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The HF tensor ``name`` as the model holds it now: a view of the live parameter where that is possible."""
+        entry = self.entries[self.aliases.get(name, name)]
+        with torch.inference_mode():
+            if len(entry.pieces) == 1:
+                piece = entry.pieces[0]
+                if tuple(piece.target.shape) == entry.shape and piece.target.is_contiguous():
+                    return piece.target
+            full = torch.empty(entry.shape, dtype=entry.dtype, device=entry.pieces[0].target.device)
+            for piece in entry.pieces:
+                piece.of(full).copy_(piece.target)
+            return full
+
+    def read_all(self) -> dict[str, torch.Tensor]:
+        """Every HF tensor as the model holds it now, aliases left out."""
+        return {name: self.read(name) for name in self.entries}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes copied by one swap."""
+        return sum(piece.target.nbytes for entry in self.entries.values() for piece in entry.pieces)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _CopyRecorder(TorchDispatchMode):
+    """Notes copies from one source tensor into live parameters instead of carrying them out."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.live = {_storage(parameter) for parameter in parameters}
+        self.written: dict[int, int] = dict.fromkeys(self.live, 0)
+        """Storage -> elements that a copy or a fill of padding would set."""
+        self.pieces: list[Piece] = []
+        self.source: torch.Tensor | None = None
+
+    def recording(self, source: torch.Tensor) -> _CopyRecorder:
+        self.source, self.pieces = source, []
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not func._schema.is_mutable or not isinstance(args[0], torch.Tensor) or _storage(args[0]) not in self.live:
+            return func(*args, **kwargs)
+        target = args[0]
+        if func is torch.ops.aten.copy_.default:
+            part = args[1]
+            assert self.source is not None
+            if _storage(part) != _storage(self.source) or part.shape != target.shape or part.dtype != self.source.dtype:
+                raise WeightMismatchError("the model's loader transforms it before the copy, which cannot be replayed")
+            self.pieces.append(Piece(target.detach(), tuple(part.stride()), part.storage_offset()))
+        elif func not in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):  # fills pad the vocabulary
+            raise WeightMismatchError(f"the model's loader changes a parameter by {func}, which cannot be replayed")
+        self.written[_storage(target)] += target.numel()
+        return target
+
+    def check_covered(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in parameters.items():
+            written = self.written[_storage(parameter)]
+            if written != parameter.numel():
+                raise WeightMismatchError(
+                    f"parameter {name} {list(parameter.shape)}: the checkpoint's tensors set {written} of its "
+                    f"{parameter.numel()} elements"
+                )

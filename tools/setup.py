@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -38,19 +39,39 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info)) -> None:
     """The pinned wheels are built for one Python."""
     if tuple(version[:2]) != SUPPORTED_PYTHON:
         raise SetupError(
-            f"Python 3.11 is needed, this is {'.'.join(map(str, version[:3]))}: the pinned torch, vLLM and Monarch wheels "
-            "are made for it. Name another one: make PYTHON=/path/to/python3.11 setup"
+            f"Python 3.11 is needed, this is {'.'.join(map(str, version[:3]))}: the pinned torch, vLLM and Monarch "
+            "wheels are made for it. Name another one: make PYTHON=/path/to/python3.11 setup"
         )
 
 
-def check_compiler(environ: Mapping[str, str] = os.environ) -> None:
-    """torch and vLLM compile small C++ kernels when they first run."""
-    wanted = [environ["CXX"]] if environ.get("CXX") else ["g++", "c++", "clang++"]
-    if not any(shutil.which(name, path=environ.get("PATH")) for name in wanted):
+def find_compilers(environ: Mapping[str, str] = os.environ, include: Path | None = None) -> dict[str, str]:
+    """CC and CXX: one small dependency (pycosat) comes as C source, and torch and vLLM compile C++ kernels as they run.
+
+    Args:
+        environ: where CC, CXX and PATH are looked up.
+        include: folder of Python's headers; that of the running Python by default.
+    """
+    found = {}
+    own = {"CC": sysconfig.get_config_var("CC") or "", "CXX": sysconfig.get_config_var("CXX") or ""}
+    for variable, names in {"CC": ["gcc", "cc", "clang"], "CXX": ["g++", "c++", "clang++"]}.items():
+        wanted = [environ[variable]] if environ.get(variable) else [own[variable], *names]
+        wanted = [name.split()[0] for name in wanted if name]
+        compiler = next((name for name in wanted if shutil.which(name, path=environ.get("PATH"))), None)
+        if compiler is None:
+            language = "C" if variable == "CC" else "C++"
+            raise SetupError(
+                f"no {language} compiler was found (looked for {', '.join(wanted)}): one small dependency is built from "
+                f"source, and torch and vLLM compile kernels as they run. Install gcc and g++ (apt install g++) or name "
+                f"one: {variable}=/path/to/compiler make setup"
+            )
+        found[variable] = compiler
+    headers = include or Path(sysconfig.get_paths()["include"])
+    if not (headers / "Python.h").exists():
         raise SetupError(
-            f"no C++ compiler was found (looked for {', '.join(wanted)}): torch and vLLM compile small kernels at run time. "
-            "Install one (apt install g++) or name it: CXX=/path/to/g++"
+            f"Python's headers are missing ({headers}/Python.h): one small dependency is built from source. "
+            "Install them (apt install python3.11-dev)."
         )
+    return found
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> str | None:
@@ -61,8 +82,8 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> str | None:
             pass
     except OSError as error:
         raise SetupError(
-            f"shared memory is not usable ({folder}: {error.strerror or error}): trainer, store and generators exchange "
-            f"weights through it. {remedy}."
+            f"shared memory is not usable ({folder}: {error.strerror or error}): trainer, store and generators exchange weights "
+            f"through it. {remedy}."
         ) from error
     stats = os.statvfs(folder)
     free_mib = stats.f_bavail * stats.f_frsize // 2**20
@@ -179,7 +200,7 @@ def create_venv(venv: Path) -> None:
         )
 
 
-def install(venv: Path, extra: str) -> None:
+def install(venv: Path, extra: str, compilers: Mapping[str, str]) -> None:
     """Everything in requirements/<extra>.txt, byte-compiled (halves the engines' start), then the project itself."""
     python = str(venv / "bin" / "python")
 
@@ -195,7 +216,7 @@ def install(venv: Path, extra: str) -> None:
     )
     if result.returncode:
         raise SetupError(explain_install_failure(result.stdout, extra).replace("The installer's", "pip's"))
-    env = index_environment(os.environ, pip_setting)
+    env = {**index_environment(os.environ, pip_setting), **compilers}
     # The list is the whole closure: nothing is resolved, so no package's own pins can disagree.
     base = [python, "-m", "uv", "pip", "install", "--python", python, "--no-deps", "--compile-bytecode"]
     command = [*base, "-r", str(ROOT / "requirements" / f"{extra}.txt")]
@@ -231,23 +252,24 @@ def setup(venv: Path, extra: str) -> bool:
             return False
         if stamp is None and venv.exists() and any(venv.iterdir()):
             raise SetupError(
-                f"{venv} exists and was not made by this set-up. Remove it, or choose another place: make VENV=.venv-forge setup"
+                f"{venv} exists and was not made by this set-up. Remove it, or choose another "
+                "place: make VENV=.venv-forge setup"
             )
-        check_compiler()
+        compilers = find_compilers()
         warning = check_shared_memory()
         if warning:
             print(f"warning: {warning}", flush=True)
         check_disk(venv.parent, extra)
         started = time.monotonic()
         print(
-            f"set-up: installing the pinned packages ({extra}) into {venv}; about 5 GB, a minute or two once downloaded",
+            f"set-up: installing the pinned packages ({extra}) into {venv}: 5 GB, about a minute once downloaded",
             flush=True,
         )
         venv.mkdir(parents=True, exist_ok=True)
         write_stamp(venv, UNFINISHED)
         create_venv(venv)  # clears the folder: the mark is put back at once
         write_stamp(venv, UNFINISHED)
-        install(venv, extra)
+        install(venv, extra, compilers)
         check_installed(venv)
         write_stamp(venv, wanted)
         print(f"set-up: done in {time.monotonic() - started:.0f} s", flush=True)

@@ -115,6 +115,7 @@ class PolicyEngine:
         """The caller's id -> request, waiting or active."""
         self._failure: BaseException | None = None
         self._stopped = False
+        self._idle_since: float | None = None
         self._numbers = itertools.count()
         self._started: Future[dict[str, float]] = Future()
         self._thread = threading.Thread(target=self._main, name="policy-engine", daemon=True)
@@ -179,12 +180,15 @@ class PolicyEngine:
 
     def status(self) -> dict[str, Any]:
         """A snapshot of counters and queue lengths."""
-        return {
+        idle_since = self._idle_since
+        sums = {name: getattr(self.counters, name) for name in self.counters.__dataclass_fields__}
+        sums["swap_ms"] = list(self.counters.swap_ms)
+        if idle_since is not None:
+            sums["idle_s"] += time.perf_counter() - idle_since
+        return sums | {
             "version": self.version,
             "running": len(self._active),
             "waiting": len(self._waiting) + sum(kind == "submit" for kind, _ in list(self._inbox)),
-            **{name: getattr(self.counters, name) for name in self.counters.__dataclass_fields__ if name != "swap_ms"},
-            "swap_ms": list(self.counters.swap_ms),
             "failed": None if self._failure is None else repr(self._failure),
         }
 
@@ -263,8 +267,9 @@ class PolicyEngine:
         """Carry out what was posted, waiting while there is no request at all; False when stopped."""
         with self._wake:
             if not (self._inbox or self._stopped or self._active or self._waiting):
-                began = time.perf_counter()
+                began = self._idle_since = time.perf_counter()
                 self._wake.wait_for(lambda: bool(self._inbox) or self._stopped)
+                self._idle_since = None
                 self.counters.idle_s += time.perf_counter() - began
             if self._stopped:
                 return False

@@ -136,6 +136,8 @@ class WeightPlan:
                     source = source.contiguous()
                 for piece in entry.pieces:
                     piece.target.copy_(piece.of(source), non_blocking=True)
+            if any(entry.pieces[0].target.is_cuda for entry in self.entries.values()):
+                torch.cuda.current_stream().synchronize()  # sources may be freed or reused from here on
 
     def read(self, name: str) -> torch.Tensor:
         """The HF tensor ``name`` as the model holds it now: a view of the live parameter where that is possible."""

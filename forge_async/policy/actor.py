@@ -1,0 +1,298 @@
+"""The policy service's actor: one engine replica, and the follower which brings it each new version of the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from monarch.actor import concurrent_endpoint
+
+from forge_async.errors import ForgeError
+from forge_async.mesh import ForgeActor
+from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.types import Completion
+
+if TYPE_CHECKING:
+    from forge_async.policy.engine import PolicyEngine
+    from forge_async.store import WeightStore
+
+DRAINED = (
+    "generated_tokens",
+    "prompt_tokens",
+    "finished",
+    "aborted",
+    "swaps",
+    "swaps_in_flight",
+    "busy_s",
+    "idle_s",
+    "swap_ms",
+)
+"""Counters that :meth:`PolicyActor.drain_stats` reports since its last call."""
+
+
+class DigestMismatchError(ForgeError):
+    """The live parameters after a swap are not what the trainer published."""
+
+
+class PolicyActor(ForgeActor):
+    """A vLLM engine in a process of its own. Spawn it, then call ``setup`` once, then the other endpoints.
+
+    Args:
+        config: the engine's settings.
+        model_path: HF folder that the engine is built from.
+        store: where versions come from; without one there is nothing to follow.
+        seed: of the engine's draws, see :meth:`setup`.
+        version: what the folder's weights are labelled with.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        model_path: str | Path,
+        store: WeightStore | None = None,
+        seed: int = 0,
+        version: int = 0,
+    ) -> None:
+        self.config, self.model_path, self.store, self.seed = config, str(model_path), store, seed
+        self._first_version = version
+        self._engine: PolicyEngine | None = None
+        self._follower: asyncio.Task[None] | None = None
+        self._told = asyncio.Event()
+        self._wanted = version
+        """The newest version that follow() or sync() named."""
+        self._weights_lock = asyncio.Lock()
+        """Held while live parameters are written or read back."""
+        self._applied: asyncio.Condition | None = None
+        self._last_update: dict[str, Any] = {"version": version, "digest": None}
+        self._digest_mismatches = 0
+        self._drained: dict[str, Any] = {}
+
+    @concurrent_endpoint
+    async def setup(self, stream: int | None = None) -> dict[str, float]:
+        """Build the engine (tens of seconds), prove the weight plan, warm up, and start to follow the store.
+
+        Where the store holds a newer version than the folder's, as for a replica that replaces a dead one, that version
+        is live when this returns.
+
+        Args:
+            stream: number of this replica's random stream. None takes the process id, since replicas must not draw the
+                same samples; pass a number, or a seed with each request, where draws are to be repeatable.
+        Returns:
+            Seconds per phase: ``build_s``, ``plan_s``, ``warm_up_s``.
+        """
+        from forge_async.policy.engine import PolicyEngine
+
+        if self._engine is not None:
+            raise ForgeError("setup was called before on this replica")
+        seed = (self.seed * 1_000_003 + (os.getpid() if stream is None else stream)) % 2**31
+        engine = PolicyEngine(self.config, self.model_path, self._first_version, seed)
+        self._engine, self._applied = engine, asyncio.Condition()
+        seconds = await asyncio.to_thread(engine.start)
+        if self.store is not None:
+            self._follower = asyncio.create_task(self._follow())
+            latest = await self.store.latest()
+            if latest is not None and latest > engine.version:
+                await self._until_live(latest)
+        return seconds
+
+    @concurrent_endpoint
+    async def generate(
+        self,
+        prompt_token_ids: np.ndarray | list[int],
+        sampling: SamplingConfig | None = None,
+        request_id: str | None = None,
+        seed: int | None = None,
+    ) -> Completion:
+        """Sample one completion; see :meth:`PolicyEngine.submit` for the arguments. Cancelling it aborts the request."""
+        engine = self._ready()
+        future = engine.submit(prompt_token_ids, sampling, request_id, seed)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if request_id is not None:
+                engine.abort(request_id)
+            raise
+
+    @concurrent_endpoint
+    async def abort(self, request_id: str) -> None:
+        """End a request; its ``generate`` returns what there is, with finish reason ``abort``."""
+        self._ready().abort(request_id)
+
+    @concurrent_endpoint
+    async def follow(self, version: int) -> None:
+        """Tell that ``version`` is committed; returns at once. It is pulled beside generation and swapped in.
+
+        Of several versions told meanwhile only the newest is applied. Raises what ended the follower, if it has ended.
+        """
+        self._tell(version)
+
+    @concurrent_endpoint
+    async def sync(self, version: int) -> dict[str, Any]:
+        """As :meth:`follow`, but returns when ``version`` (or a newer one) is live.
+
+        Returns:
+            ``version``, ``digest`` of the live parameters (None with attestation off), ``pause_ms``, ``in_flight``,
+            ``nbytes``, ``pull_s``, ``attest_s``.
+        """
+        return await self._until_live(version)
+
+    @concurrent_endpoint
+    async def status(self) -> dict[str, Any]:
+        """Version, queue lengths and counters, as of now."""
+        status = self._ready().status()
+        follower_error = self._follower_error()
+        return status | {
+            "digest": self._last_update["digest"],
+            "digest_mismatches": self._digest_mismatches,
+            "update_failed": None if follower_error is None else str(follower_error),
+        }
+
+    @concurrent_endpoint
+    async def drain_stats(self) -> dict[str, Any]:
+        """The counters of :data:`DRAINED` since the last call of this endpoint."""
+        status = self._ready().status()
+        since: dict[str, Any] = {"version": status["version"]}
+        for name in DRAINED:
+            if name == "swap_ms":
+                since[name] = status[name][self._drained.get(name, 0) :]
+                self._drained[name] = len(status[name])
+            else:
+                since[name] = status[name] - self._drained.get(name, 0)
+                self._drained[name] = status[name]
+        return since
+
+    @concurrent_endpoint
+    async def weights(self) -> tuple[int, dict[str, str]]:
+        """The live version and each HF tensor's digest, read back from the live parameters."""
+        engine = self._ready()
+        async with self._weights_lock:
+            return engine.version, await asyncio.to_thread(_live_digests, engine)
+
+    async def __cleanup__(self, exc: Exception | None) -> None:
+        """Monarch calls this when the actor stops."""
+        if self._follower is not None:
+            self._follower.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._follower
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.stop)
+
+    # ---- the follower ----
+
+    def _ready(self) -> PolicyEngine:
+        if self._engine is None:
+            raise ForgeError("this policy replica has no engine yet: call setup first")
+        return self._engine
+
+    def _tell(self, version: int) -> None:
+        self._ready()
+        if self._follower is None:
+            raise ForgeError("this policy replica was made without a weight store: there is nothing to follow")
+        error = self._follower_error()
+        if error is not None:
+            raise error
+        self._wanted = max(self._wanted, version)
+        self._told.set()
+
+    def _follower_error(self) -> ForgeError | None:
+        task = self._follower
+        if task is None or not task.done() or task.cancelled() or task.exception() is None:
+            return None
+        cause = task.exception()
+        return cause if isinstance(cause, ForgeError) else ForgeError(f"a weight update failed: {cause!r}")
+
+    async def _until_live(self, version: int) -> dict[str, Any]:
+        self._tell(version)
+        assert self._applied is not None and self._follower is not None
+        async with self._applied:
+            await self._applied.wait_for(
+                lambda: self._last_update["version"] >= version or self._follower_error() is not None
+            )
+        error = self._follower_error()
+        if error is not None:
+            raise error
+        return dict(self._last_update)
+
+    async def _follow(self) -> None:
+        """Consumes versions named by follow() and sync(); makes the newest committed one live, one update at a time.
+
+        Waits for the next name; ends by cancellation or by the first failed update, which later calls raise.
+        """
+        engine = self._ready()
+        assert self._applied is not None
+        try:
+            while True:
+                await self._told.wait()
+                self._told.clear()
+                while engine.version < self._wanted:
+                    update = await self._pull_and_swap(engine)
+                    async with self._applied:
+                        self._last_update = update
+                        self._applied.notify_all()
+        except BaseException:
+            asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._wake_waiters()))
+            raise
+
+    async def _wake_waiters(self) -> None:
+        assert self._applied is not None
+        async with self._applied:
+            self._applied.notify_all()
+
+    async def _pull_and_swap(self, engine: PolicyEngine) -> dict[str, Any]:
+        """One update. The lease is held until the swap is done, since the tensors may be views of shared memory."""
+        assert self.store is not None
+        began = time.perf_counter()
+        lease = await self.store.acquire()
+        try:
+            if lease.version <= engine.version:
+                raise ForgeError(f"told of version {self._wanted}, but the store's newest is {lease.version}")
+            tensors = await asyncio.to_thread(lambda: dict(lease.tensors()))
+            pulled = time.perf_counter()
+            async with self._weights_lock:
+                report = await asyncio.wrap_future(engine.swap(lease.version, tensors))
+                swapped = time.perf_counter()
+                digest = None
+                if self.config.update.attest:
+                    digest = await asyncio.to_thread(self._attest, engine, lease.manifest, tensors)
+            del tensors
+        finally:
+            await lease.release()
+        return {
+            "version": report.version,
+            "digest": digest,
+            "pause_ms": report.pause_ms,
+            "in_flight": report.in_flight,
+            "nbytes": report.nbytes,
+            "pull_s": pulled - began,
+            "attest_s": time.perf_counter() - swapped,
+        }
+
+    def _attest(self, engine: PolicyEngine, manifest: Any, tensors: dict[str, Any]) -> str:
+        """Compare the live parameters with what was published; returns the version's digest.
+
+        Where the engine's dtype differs from the published one, the published tensors are converted for the comparison.
+        """
+        from forge_async.store.digest import tensor_digest
+
+        for name, tensor in tensors.items():
+            live = engine.plan.read(name)
+            same_dtype = tensor.dtype == live.dtype
+            expected = manifest.digests[name] if same_dtype else tensor_digest(tensor.to(live.dtype))
+            found = tensor_digest(live.cpu())
+            if found != expected:
+                self._digest_mismatches += 1
+                raise DigestMismatchError(
+                    f"version {manifest.version}: {name} is live with digest {found}, published was {expected}"
+                )
+        return manifest.digest
+
+
+def _live_digests(engine: PolicyEngine) -> dict[str, str]:
+    from forge_async.store.digest import tensor_digest
+
+    return {name: tensor_digest(tensor.cpu()) for name, tensor in engine.plan.read_all().items()}

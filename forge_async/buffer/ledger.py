@@ -1,0 +1,93 @@
+"""The ledger: every admitted prompt is trained, or dropped with a reason, exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from forge_async.errors import ForgeError
+
+
+class LedgerError(ForgeError):
+    """A prompt was given a second fate, or a fate without having been admitted: a defect in the loop, never the user's."""
+
+
+class Ledger:
+    """Counts fates and refuses the second one.
+
+    ``admitted == trained + sum(dropped.values()) + in_flight`` holds after every call (:attr:`balanced` checks it against
+    independent counts).
+    """
+
+    def __init__(self) -> None:
+        self.admitted = 0
+        """Prompts that entered the buffer."""
+        self.trained = 0
+        """Prompts whose group was part of an optimizer step."""
+        self.dropped: Counter[str] = Counter()
+        """Prompts given up, by reason."""
+        self._in_flight: dict[str, None] = {}  # a dict keeps the order of admission
+        self._fates: dict[str, str] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Prompts whose fate is open."""
+        return len(self._in_flight)
+
+    @property
+    def balanced(self) -> bool:
+        return self.admitted == self.trained + sum(self.dropped.values()) + len(self._in_flight)
+
+    def admit(self, prompt_id: str) -> None:
+        """Open an account for ``prompt_id``, which is unique per occurrence of a dataset row."""
+        if prompt_id in self._in_flight:
+            raise LedgerError(f"prompt {prompt_id} was admitted twice: its fate is still open.")
+        if prompt_id in self._fates:
+            raise LedgerError(f"prompt {prompt_id} was admitted again after it was {self._fates[prompt_id]}.")
+        self._in_flight[prompt_id] = None
+        self.admitted += 1
+
+    def train(self, prompt_id: str) -> None:
+        self._close(prompt_id, "trained")
+        self.trained += 1
+
+    def drop(self, prompt_id: str, reason: str) -> None:
+        """Give the prompt up; ``reason`` is a short word, such as ``failed`` or ``stale``, by which drops are counted."""
+        self._close(prompt_id, f"dropped ({reason})")
+        self.dropped[reason] += 1
+
+    def fate(self, prompt_id: str) -> str | None:
+        """``"trained"``, ``"dropped (reason)"``, ``"in flight"``, or None when it is unknown (or older than a resume)."""
+        return "in flight" if prompt_id in self._in_flight else self._fates.get(prompt_id)
+
+    def _close(self, prompt_id: str, fate: str) -> None:
+        if prompt_id not in self._in_flight:
+            earlier = self._fates.get(prompt_id)
+            history = f"it is already {earlier}" if earlier else "it was never admitted"
+            raise LedgerError(f"prompt {prompt_id} cannot be {fate}: {history}.")
+        del self._in_flight[prompt_id]
+        self._fates[prompt_id] = fate
+
+    def summary(self) -> dict[str, Any]:
+        """``{"admitted": n, "trained": n, "dropped": {reason: n}}``, as in a run's ``summary.json``."""
+        return {"admitted": self.admitted, "trained": self.trained, "dropped": dict(sorted(self.dropped.items()))}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps (plain JSON data): counts, and the ids whose fate is open, in order of admission."""
+        return {**self.summary(), "in_flight": list(self._in_flight)}
+
+    def restore(self, state: dict[str, Any]) -> list[str]:
+        """Take over a checkpoint's counts; returns the ids whose fate was open.
+
+        Those are not counted as admitted any more: hand them to the prompt source, which issues them first, and they are
+        admitted anew. Fates decided before the checkpoint are kept as counts only; the source never issues those again.
+        """
+        if self.admitted:
+            raise LedgerError("restore() needs a fresh ledger.")
+        open_ids = [str(prompt_id) for prompt_id in state["in_flight"]]
+        self.trained = int(state["trained"])
+        self.dropped = Counter({str(reason): int(count) for reason, count in state["dropped"].items()})
+        self.admitted = int(state["admitted"]) - len(open_ids)
+        if not self.balanced:
+            raise LedgerError(f"the checkpoint's ledger does not balance: {state}.")
+        return open_ids

@@ -1,0 +1,1 @@
+"""The torchtitan trainer: model, packing, advantages, losses, checkpoints, and the actor around them."""

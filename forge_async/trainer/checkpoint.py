@@ -1,0 +1,64 @@
+"""Checkpoints of the trainer by torch's distributed checkpoint (DCP): every rank writes its shards, any number resumes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from forge_async.errors import ForgeError
+
+META_FILE = "forge.json"
+
+
+def save_checkpoint(folder: Path, state: dict[str, Any], version: int, extra: dict[str, Any], rank: int) -> None:
+    """Write to ``folder`` + ``.partial`` and rename when every rank is done: a folder under its name is complete.
+
+    Args:
+        state: ``model``, ``optimizer`` and ``schedule``; anything with ``state_dict`` and ``load_state_dict``.
+        extra: the caller's own state, anything JSON can hold.
+    """
+    staging = folder.with_name(folder.name + ".partial")
+    if rank == 0:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    _barrier()
+    dcp.save(_state_dict(state), checkpoint_id=str(staging), no_dist=not dist.is_initialized())
+    if rank == 0:
+        (staging / META_FILE).write_text(json.dumps({"version": version, "extra": extra}))
+        if folder.exists():
+            shutil.rmtree(folder)
+        staging.rename(folder)
+
+
+def load_checkpoint(folder: Path, state: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Load into ``state`` in place; returns policy version and the caller's ``extra``.
+
+    Raises:
+        ForgeError: there is no complete checkpoint at ``folder``.
+    """
+    file = folder / META_FILE
+    if not file.is_file():
+        raise ForgeError(f"no complete checkpoint at {folder}: {META_FILE} is missing")
+    meta = json.loads(file.read_text())
+    loaded = _state_dict(state)
+    dcp.load(loaded, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+    for name, part in state.items():
+        # Parameters were loaded in place; a model's own load_state_dict would only copy them onto themselves.
+        if not isinstance(part, nn.Module):
+            part.load_state_dict(loaded[name])
+    return int(meta["version"]), meta["extra"]
+
+
+def _state_dict(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: part.state_dict() for name, part in state.items()}
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

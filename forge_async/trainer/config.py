@@ -1,0 +1,116 @@
+"""Settings of the trainer: precision, parallelism, optimizer, packing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from forge_async.errors import require
+from forge_async.trainer.loss import LossConfig
+
+DTYPES = ("float32", "bfloat16")
+DECAYS = ("constant", "linear", "cosine")
+ATTENTIONS = ("auto", "segments", "varlen")
+
+
+@dataclass(frozen=True)
+class ParallelismConfig:
+    """How the model is spread over ``trainer.procs`` processes."""
+
+    dp_shard: int = -1
+    """Processes over which parameters, gradients and optimizer state are sharded (FSDP2); -1 takes all that are left."""
+    dp_replicate: int = 1
+    """Copies of the sharded model (HSDP)."""
+    tp: int = 1
+    """Tensor parallel degree; only 1 so far."""
+
+    def __post_init__(self) -> None:
+        require(self.dp_shard == -1 or self.dp_shard >= 1, "dp_shard", self.dp_shard, "-1 (all) or at least 1")
+        require(self.dp_replicate >= 1, "dp_replicate", self.dp_replicate, "at least 1")
+        require(self.tp == 1, "tp", self.tp, "1", "Tensor parallel training is not there yet; use dp_shard.")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its learning rate schedule."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    warmup_steps: int = 0
+    """Steps over which the rate rises linearly to ``lr``."""
+    decay: str = "constant"
+    """Shape after the warm-up: constant, linear or cosine, over the run's remaining steps."""
+    min_lr_factor: float = 0.0
+    """The decay ends at ``lr`` times this."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0 and math.isfinite(self.lr), "lr", self.lr, "above 0")
+        valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(valid, "betas", list(self.betas), "two numbers, each at least 0 and below 1")
+        require(self.eps > 0, "eps", self.eps, "above 0")
+        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or more")
+        require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "0 or more")
+        require(self.decay in DECAYS, "decay", self.decay, f"one of {', '.join(DECAYS)}")
+        require(0 <= self.min_lr_factor <= 1, "min_lr_factor", self.min_lr_factor, "between 0 and 1")
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """What ``lr`` is multiplied by at ``step`` (0 is the first); steps past the end keep the last value."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return 1.0
+        progress = min(1.0, (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
+        left = 1 - progress if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return self.min_lr_factor + (1 - self.min_lr_factor) * left
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The torchtitan trainer."""
+
+    procs: int = 1
+    """Processes; more than one shards the model by FSDP2."""
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+    micro_batch_tokens: int = 4096
+    """Tokens of a packed row, the unit of one forward and backward pass; bounds activation memory, not the result."""
+    max_sequence_tokens: int = 8192
+    """Longest trainable sequence; the rotary table has this many positions (the model's own limit where that is less)."""
+    share_prompts: bool = True
+    """Compute a prompt that several completions share once; exact, and cheaper the longer the prompt."""
+    logprob_chunk: int = 256
+    """Predicted tokens whose logits over the vocabulary exist at the same time."""
+    dtype: str = "float32"
+    """Precision of forward and backward: float32 or bfloat16. Parameters and optimizer state are float32 in both."""
+    attention: str = "auto"
+    """``segments``: exact on every device, shares prompts; ``varlen``: flash attention, CUDA and bfloat16 only, without
+    prompt sharing; ``auto``: segments."""
+    device: str = "auto"
+    """cpu, cuda, or auto: cuda where there is one."""
+
+    def __post_init__(self) -> None:
+        require(self.procs >= 1, "procs", self.procs, "at least 1")
+        shards, copies = self.parallelism.dp_shard, self.parallelism.dp_replicate
+        if shards == -1:
+            fits = self.procs % copies == 0
+        else:
+            fits = shards * copies == self.procs
+        require(fits, "procs", self.procs, f"dp_shard x dp_replicate (here {shards} x {copies})")
+        require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "above 0")
+        require(self.micro_batch_tokens >= 1, "micro_batch_tokens", self.micro_batch_tokens, "at least 1")
+        require(self.max_sequence_tokens >= 2, "max_sequence_tokens", self.max_sequence_tokens, "at least 2")
+        require(self.logprob_chunk >= 1, "logprob_chunk", self.logprob_chunk, "at least 1")
+        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        require(self.attention in ATTENTIONS, "attention", self.attention, f"one of {', '.join(ATTENTIONS)}")
+        require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "auto, cpu or cuda")
+        varlen_fits = self.attention != "varlen" or (self.dtype == "bfloat16" and self.device != "cpu")
+        require(varlen_fits, "attention", self.attention, "segments or auto unless dtype is bfloat16 on a CUDA device")

@@ -1,0 +1,198 @@
+"""Every seam to torchtitan 0.3.0: patches, replaced modules and private symbols. Import torchtitan only after this.
+
+What is here and why (each is covered by a test of ``tests/trainer/test_model.py`` or ``test_fsdp.py``):
+
+- ``torch._utils._get_available_device_type`` is set to answer ``"cpu"`` on a machine without an accelerator; torchtitan's
+  module-level device lookup fails on ``None`` there.
+- :class:`SegmentAttention` replaces flex and varlen attention, which do not train on CPU.
+- :class:`LogprobHead` replaces the output layer so that full logits are never kept (and so that the projection still runs
+  inside the FSDP-managed module).
+- :class:`PreciseGroupedExperts` and :class:`PreciseGate` replace the MoE parts that cast to bfloat16 or rely on a
+  float32 autocast, which CPU does not have.
+- gloo has no pre-multiplied sum: FSDP modules are told to use plain sums (:func:`use_plain_sums`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._utils
+import torch.nn.functional as F
+from torch import nn
+
+if not torch.cuda.is_available():
+    torch._utils._get_available_device_type = lambda: "cpu"
+
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
+from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.distributed import utils as distributed_utils  # noqa: E402
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm  # noqa: E402
+from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
+from torchtitan.models.common.config_utils import (  # noqa: E402
+    make_ffn_config,
+    make_gqa_config,
+    make_moe_config,
+    make_routed_experts_config,
+    make_router_config,
+)
+from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
+from torchtitan.models.common.param_init import skip_param_init  # noqa: E402
+from torchtitan.models.llama3 import Llama3Model, parallelize_llama  # noqa: E402
+from torchtitan.models.llama3.model import Llama3TransformerBlock  # noqa: E402
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter  # noqa: E402
+from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3  # noqa: E402
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock  # noqa: E402
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter  # noqa: E402
+from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
+from torchtitan.protocols.module import Module  # noqa: E402
+from torchtitan.tools import utils as titan_utils  # noqa: E402
+
+from forge_async.trainer.logprobs import Predictions, selected_logprobs  # noqa: E402
+from forge_async.trainer.segments import AttentionLayout, segment_attention  # noqa: E402
+
+__all__ = [
+    "CommConfig",
+    "CompileConfig",
+    "ComplexRoPE",
+    "CosSinRoPE",
+    "DebugConfig",
+    "Embedding",
+    "GroupedExperts",
+    "LRSchedulersContainer",
+    "Linear",
+    "Llama3Model",
+    "Llama3StateDictAdapter",
+    "Llama3TransformerBlock",
+    "LogprobHead",
+    "ModelSpec",
+    "ParallelDims",
+    "ParallelismConfig",
+    "PreciseGate",
+    "PreciseGroupedExperts",
+    "Qwen3Model",
+    "Qwen3StateDictAdapter",
+    "Qwen3TransformerBlock",
+    "RMSNorm",
+    "SegmentAttention",
+    "TrainingConfig",
+    "VarlenAttention",
+    "default_adamw",
+    "distributed_utils",
+    "make_ffn_config",
+    "make_gqa_config",
+    "make_moe_config",
+    "make_routed_experts_config",
+    "make_router_config",
+    "parallelize_llama",
+    "parallelize_qwen3",
+    "quiet_titan",
+    "replace_config",
+    "skip_param_init",
+    "titan_utils",
+    "use_plain_sums",
+]
+
+
+class SegmentAttention(Module):
+    """Inner attention over the segments of a packed row; ``attention_masks`` is an :class:`AttentionLayout`.
+
+    The argument names must be ``q_BLNH``, ``k_BLNH``, ``v_BLNH``: torchtitan's sharding configs key on them.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: AttentionLayout,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **unused: Any,
+    ) -> torch.Tensor:
+        return segment_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale)
+
+
+class LogprobHead(Linear):
+    """Output projection that returns the log-probs and entropies a row asks for instead of its logits.
+
+    While ``predictions`` is set, ``forward`` takes hidden states [1, T, D] and returns float32 [2, K]: log-probs and
+    entropies. Otherwise it returns logits, as the layer it replaces.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.predictions: Predictions | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.predictions is None:
+            return super().forward(input)
+        hidden_KD = input[0].index_select(0, self.predictions.source_K)
+        return selected_logprobs(hidden_KD, self.weight, self.predictions)
+
+
+class PreciseGroupedExperts(GroupedExperts):
+    """Grouped experts in the dtype of their input; the stock class casts everything to bfloat16."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        def local(weight: torch.Tensor) -> torch.Tensor:
+            plain = weight.to_local() if hasattr(weight, "to_local") else weight
+            return plain.to(x_RD.dtype).transpose(-2, -1)
+
+        offsets_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        gate_RF = self._grouped_mm(A=x_RD, B_t=local(self.w1_EFD), offs=offsets_E)
+        up_RF = self._grouped_mm(A=x_RD, B_t=local(self.w3_EFD), offs=offsets_E)
+        return self._grouped_mm(A=F.silu(gate_RF) * up_RF, B_t=local(self.w2_EDF), offs=offsets_E)
+
+
+class PreciseGate(Linear):
+    """Router gate in float32 without autocast, which knows no float32 target on CPU."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        with torch.autocast(device_type=input.device.type, enabled=False):
+            return F.linear(input.float(), self.weight.float(), bias)
+
+
+def replace_config(config: Any, new_class: type) -> Any:
+    """The same settings as ``config`` under ``new_class.Config``."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
+    return new_class.Config(**fields)
+
+
+def use_plain_sums(model: nn.Module) -> None:
+    """Make FSDP's gradient reduction a plain sum over ranks; gloo has no other."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def quiet_titan() -> None:
+    """Leave torchtitan's progress messages out of the console; warnings still show."""
+    logging.getLogger().setLevel(max(logging.getLogger().level, logging.WARNING))

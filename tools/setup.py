@@ -35,7 +35,7 @@ class SetupError(Exception):
     """Set-up cannot go on; the message says why and what to do."""
 
 
-def check_python(version: tuple[int, ...] = tuple(sys.version_info)) -> None:
+def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> None:
     """The pinned wheels are built for one Python."""
     if tuple(version[:2]) != SUPPORTED_PYTHON:
         raise SetupError(
@@ -60,9 +60,9 @@ def find_compilers(environ: Mapping[str, str] = os.environ, include: Path | None
         if compiler is None:
             language = "C" if variable == "CC" else "C++"
             raise SetupError(
-                f"no {language} compiler was found (looked for {', '.join(wanted)}): one small dependency is built from "
-                f"source, and torch and vLLM compile kernels as they run. Install gcc and g++ (apt install g++) or name "
-                f"one: {variable}=/path/to/compiler make setup"
+                f"no {language} compiler was found (looked for {', '.join(wanted)}): one dependency is built "
+                f"from source, and torch and vLLM compile kernels as they run. Install gcc and g++ (apt install g++) or "
+                f"name one: {variable}=/path/to/compiler make setup"
             )
         found[variable] = compiler
     headers = include or Path(sysconfig.get_paths()["include"])
@@ -82,8 +82,8 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> str | None:
             pass
     except OSError as error:
         raise SetupError(
-            f"shared memory is not usable ({folder}: {error.strerror or error}): trainer, store and generators exchange weights "
-            f"through it. {remedy}."
+            f"shared memory is not usable ({folder}: {error.strerror or error}): trainer and generators exchange "
+            f"weights through it. {remedy}."
         ) from error
     stats = os.statvfs(folder)
     free_mib = stats.f_bavail * stats.f_frsize // 2**20

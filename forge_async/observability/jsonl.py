@@ -1,0 +1,90 @@
+"""Files of JSON lines: one writer, whole lines only, readable while they grow."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class JsonLines:
+    """Appends records to a file, one JSON object per line, flushed line by line; safe from several threads.
+
+    A last line that a killed process left incomplete is cut off on opening: what a resumed run adds stays readable.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_partial_line(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._lock = threading.Lock()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record. NumPy values, dataclasses, paths and non-finite floats are turned into plain JSON."""
+        line = json.dumps(to_plain(record), ensure_ascii=False, allow_nan=False) + "\n"
+        with self._lock:
+            if self._file.closed:
+                raise ValueError(f"{self.path} is closed: nothing can be recorded after the run ended")
+            self._file.write(line)
+            self._file.flush()
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file that may still be growing: an incomplete last line is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def to_plain(value: Any) -> Any:
+    """``value`` in JSON's own types. Non-finite floats become "nan", "inf" or "-inf", which ``float()`` reads back."""
+    if isinstance(value, bool | str | int) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, np.generic):
+        return to_plain(value.item())
+    if isinstance(value, np.ndarray):
+        return to_plain(value.tolist())
+    if isinstance(value, dict):
+        return {str(key): to_plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(inner) for inner in value]
+    if isinstance(value, set | frozenset):
+        return sorted(to_plain(inner) for inner in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: to_plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, BaseException):
+        return f"{type(value).__name__}: {value}"
+    return str(value)
+
+
+def _cut_partial_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content_end = file.seek(0, 2)
+        position = content_end
+        while position > 0:
+            step = min(65536, position)
+            file.seek(position - step)
+            newline = file.read(step).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(position - step + newline + 1)
+                return
+            position -= step
+        file.truncate(0)

@@ -1,0 +1,133 @@
+"""What a run comes to: ``summary.json`` and a few lines for a person."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from forge_async.observability.jsonl import to_plain
+from forge_async.observability.run_folder import write_whole
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of a whole run, as they stand in ``summary.json``."""
+
+    steps: int
+    """Optimizer steps taken."""
+    wall_s: float
+    """Seconds from the first admission to the last step's end."""
+    rewards: Sequence[float]
+    """Mean reward of each step's batch; the file holds the means of the first 5 and the last 10."""
+    swaps: int = 0
+    """Versions that became live in a generator, over all generators."""
+    swaps_in_flight: int = 0
+    """Those with requests running at that moment."""
+    aborted_by_swap: int = 0
+    trained_tokens: int = 0
+    tokens_without_version: int = 0
+    staleness_bound: int = 0
+    staleness_max: int = 0
+    """Largest staleness of any trained token, versions."""
+    digest_mismatches: int = 0
+    admitted: int = 0
+    """Prompts taken from the dataset into the run."""
+    trained: int = 0
+    """Prompts whose group was trained on."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Prompts by the reason why they were not."""
+    idle_trainer: float = 0.0
+    """Share of ``wall_s`` in which the trainer did nothing."""
+    idle_generators: Sequence[float] = ()
+    """The same per generator."""
+    generated_tokens_per_s: float = 0.0
+    trained_tokens_per_s: float = 0.0
+
+    @property
+    def balanced(self) -> bool:
+        """Every admitted prompt has exactly one fate."""
+        return self.admitted == self.trained + sum(self.dropped.values())
+
+    @property
+    def reward_first5(self) -> float | None:
+        return mean(self.rewards[:5])
+
+    @property
+    def reward_last10(self) -> float | None:
+        return mean(self.rewards[-10:])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of ``summary.json``."""
+        content = {
+            "steps": self.steps,
+            "wall_s": round(self.wall_s, 3),
+            "reward": {"first5": self.reward_first5, "last10": self.reward_last10},
+            "swaps": self.swaps,
+            "swaps_in_flight": self.swaps_in_flight,
+            "aborted_by_swap": self.aborted_by_swap,
+            "tokens": {"trained": self.trained_tokens, "without_version": self.tokens_without_version},
+            "staleness": {"bound": self.staleness_bound, "max_seen": self.staleness_max},
+            "digest_mismatches": self.digest_mismatches,
+            "ledger": {"admitted": self.admitted, "trained": self.trained, "dropped": dict(self.dropped)},
+            "idle_share": {"trainer": self.idle_trainer, "generators": list(self.idle_generators)},
+            "tokens_per_s": {"generated": self.generated_tokens_per_s, "trained": self.trained_tokens_per_s},
+        }
+        return to_plain(content)
+
+    def write(self, path: Path) -> None:
+        """Write ``summary.json``, whole or not at all."""
+        write_whole(path, json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+
+    def print(self, path: Path, plot: Path | None = None, file: IO[str] | None = None) -> None:
+        """Print the summary for a person; the last line is the path of ``summary.json`` and nothing else."""
+        file = file or sys.stdout
+        console = RichConsole(file=file, highlight=False, width=None if file.isatty() else 110)
+        table = Table.grid(padding=(0, 2))
+        for label, text in self.lines(plot):
+            table.add_row(f"[bold]{label}[/bold]", text)
+        console.print(table)
+        file.write(f"{path}\n")  # not through rich: a long path must not be wrapped
+        file.flush()
+
+    def lines(self, plot: Path | None = None) -> list[tuple[str, str]]:
+        """Label and text of every line of the printed summary."""
+        dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "none"
+        generators = " ".join(f"{share:.0%}" for share in self.idle_generators) or "-"
+        rows = [
+            ("steps", f"{self.steps} in {self.wall_s:.0f} s"),
+            ("reward", f"{_number(self.reward_first5)} (first 5 steps) → {_number(self.reward_last10)} (last 10)"),
+            (
+                "swaps",
+                f"{self.swaps}, {self.swaps_in_flight} with requests in flight, "
+                f"{self.aborted_by_swap} requests aborted, {self.digest_mismatches} digest mismatches",
+            ),
+            ("staleness", f"at most {self.staleness_max}, bound {self.staleness_bound}"),
+            (
+                "prompts",
+                f"{self.admitted} admitted, {self.trained} trained, dropped: {dropped}"
+                + ("" if self.balanced else "  (THE LEDGER DOES NOT BALANCE)"),
+            ),
+            ("tokens/s", f"generated {self.generated_tokens_per_s:.0f}, trained {self.trained_tokens_per_s:.0f}"),
+            ("idle", f"trainer {self.idle_trainer:.0%}, generators {generators}"),
+        ]
+        if self.tokens_without_version:
+            rows.append(("tokens", f"{self.tokens_without_version} of {self.trained_tokens} without a policy version"))
+        if plot is not None:
+            rows.append(("plot", str(plot)))
+        return rows
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Arithmetic mean, None without values."""
+    return sum(values) / len(values) if len(values) else None
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -13,6 +13,7 @@ TESTS ?=
 
 BIN := $(VENV)/bin
 export PYTHON
+unexport PYTHONDONTWRITEBYTECODE # a second start would compile the engines' modules again
 
 .DEFAULT_GOAL := help
 .PHONY: help setup grpo smollm2 test check format lock clean

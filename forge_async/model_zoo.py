@@ -42,7 +42,7 @@ SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
 """Ids 0 to 3 of the tiny tokenizer; ``<|im_end|>`` ends a completion."""
 
 CATALOGUE: dict[str, dict[str, Any]] = {
-    "tiny_llama": dict(
+    "tiny": dict(
         family="llama", tied=True, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
         num_key_value_heads=2, head_dim=32,
     ),

@@ -42,40 +42,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from forge_async.buffer.config import BufferConfig
 from forge_async.buffer.ledger import Ledger
-from forge_async.errors import ForgeError, RunFailed, require
+from forge_async.errors import ForgeError, RunFailed
 from forge_async.types import Group, Prompt
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class BufferConfig:
-    """How far generation may run ahead of training."""
-
-    max_staleness: int = 1
-    """Largest allowed difference between the trainer's version and any trained token's, in optimizer steps. 0: synchronous."""
-    groups_per_step: int = 8
-    """Groups (prompts) in one optimizer step."""
-    min_group_size: int = 2
-    """A group with fewer scored episodes than this is dropped (``group_too_small``): one episode alone has no baseline."""
-    drop_uniform_groups: bool = False
-    """Drop groups whose rewards are all equal (``uniform_reward``): their advantages are zero."""
-    max_consecutive_drops: int = 256
-    """The run fails after this many drops without a trained group between; it warns after a quarter of them."""
-    train_partial_batch: bool = True
-    """When the dataset ends with fewer than ``groups_per_step`` groups left, train them; otherwise drop them (``partial_batch``)."""
-
-    def __post_init__(self) -> None:
-        require(self.max_staleness >= 0, "max_staleness", self.max_staleness, "0 (synchronous) or more optimizer steps")
-        require(self.groups_per_step >= 1, "groups_per_step", self.groups_per_step, "at least 1")
-        require(self.min_group_size >= 1, "min_group_size", self.min_group_size, "at least 1")
-        require(self.max_consecutive_drops >= 1, "max_consecutive_drops", self.max_consecutive_drops, "at least 1")
-
-    @property
-    def capacity(self) -> int:
-        """Most prompts that can be open at once: what producers need to keep the generators busy."""
-        return (self.max_staleness + 1) * self.groups_per_step
 
 
 class PromptTooLong(ForgeError):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,12 +111,12 @@ class PolicyActor(ForgeActor):
     ) -> Completion:
         """Sample one completion; see :meth:`PolicyEngine.submit` for the arguments. Cancelling it aborts the request."""
         engine = self._ready()
+        request_id = request_id or uuid.uuid4().hex
         future = engine.submit(prompt_token_ids, sampling, request_id, seed)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            if request_id is not None:
-                engine.abort(request_id)
+            engine.abort(request_id)
             raise
 
     @concurrent_endpoint

@@ -15,7 +15,6 @@ a request's KV cache then begins at the version it was salted with.
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import threading
 import time
@@ -286,7 +285,7 @@ class PolicyEngine:
 
     def _accept(self, request: _Request) -> None:
         if request.request_id in self._names:
-            request.future.set_exception(DataError(f"{request.request_id}: a request of this id is running already"))
+            _fulfil(request.future, DataError(f"{request.request_id}: a request of this id is running already"))
             return
         self._names[request.request_id] = request
         self._waiting.append(request)
@@ -302,7 +301,7 @@ class PolicyEngine:
                 request.internal_id = self._engine.add_request(request.request_id, prompt, request.params)
             except (ValueError, TypeError) as error:  # vLLM refuses this request; the others are not concerned
                 del self._names[request.request_id]
-                request.future.set_exception(DataError(f"{request.request_id}: {error}"))
+                _fulfil(request.future, DataError(f"{request.request_id}: {error}"))
                 continue
             self._active[request.request_id] = request
 
@@ -333,14 +332,11 @@ class PolicyEngine:
         sample = output.outputs[0]
         del self._active[request.request_id], self._names[request.request_id]
         spans = [(int(span.version), span.start, span.end) for span in sample.weight_versions or []]
-        if spans != spans_of(request.versions):
-            request.future.set_exception(
-                ForgeError(
-                    f"{request.request_id}: vLLM labels its tokens {spans}, the engine loop {spans_of(request.versions)}"
-                )
-            )
+        own = spans_of(request.versions)
+        if spans != own:
+            _fulfil(request.future, ForgeError(f"{request.request_id}: vLLM labels tokens {spans}, the loop {own}"))
         elif sample.finish_reason not in get_args(FinishReason):
-            request.future.set_exception(ForgeError(f"{request.request_id}: vLLM ended it by {sample.finish_reason!r}"))
+            _fulfil(request.future, ForgeError(f"{request.request_id}: vLLM ended it by {sample.finish_reason!r}"))
         else:
             self.counters.finished += 1
             self.counters.aborted += sample.finish_reason == "abort"
@@ -356,8 +352,7 @@ class PolicyEngine:
             finish_reason=reason,
             stop_reason=stop_reason,
         )
-        if request.future.set_running_or_notify_cancel():
-            request.future.set_result(completion)
+        _fulfil(request.future, completion)
 
     def _abort(self, request_id: str) -> None:
         request = self._names.pop(request_id, None)
@@ -386,7 +381,7 @@ class PolicyEngine:
         self.counters.swaps_in_flight += bool(self._active)
         self.counters.swap_ms.append(pause * 1e3)
         self.counters.busy_s += pause
-        future.set_result(SwapReport(version, previous, pause * 1e3, len(self._active), self.plan.nbytes))
+        _fulfil(future, SwapReport(version, previous, pause * 1e3, len(self._active), self.plan.nbytes))
 
     def _fail(self, error: BaseException) -> None:
         with self._wake:
@@ -400,9 +395,17 @@ class PolicyEngine:
         futures += [payload[2] for kind, payload in posted if kind == "swap"]
         self._names.clear(), self._active.clear(), self._waiting.clear()
         for future in futures:
-            if not future.done():
-                with contextlib.suppress(Exception):  # cancelled between the two lines
-                    future.set_exception(died)
+            _fulfil(future, died)
+
+
+def _fulfil(future: Future[Any], outcome: Any) -> None:
+    """Set a result or an exception, unless whoever waits has cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 def spans_of(versions: Sequence[int]) -> list[tuple[int, int, int]]:

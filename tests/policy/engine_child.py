@@ -1,0 +1,105 @@
+"""What one engine does, recorded: run in a process of its own, since an engine takes its process for itself.
+
+``record(...)`` puts one engine through every situation that the tests of ``test_engine.py`` look at, and writes what
+came back to a pickle file. The judging is done elsewhere, with HF transformers.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from forge_async.policy import PolicyConfig, SamplingConfig, UpdateConfig
+from forge_async.policy.engine import PolicyEngine
+
+CONFIG = PolicyConfig(
+    max_model_len=256, max_num_seqs=12, max_num_batched_tokens=512, kv_cache_gib=0.05, sampling=SamplingConfig(max_tokens=40)
+)
+LONG_PROMPT = [7 + i % 50 for i in range(70)]
+"""Spans two whole KV-cache blocks, so that the prefix cache is hit when the same version sees it again."""
+FREE = SamplingConfig(max_tokens=40, ignore_eos=True)
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[10 + i] * 5 + list(range(20, 40 + i)) for i in range(count)]
+
+
+def raised(call: Callable[[], Any]) -> tuple[str, str]:
+    """(class name, message) of the exception that ``call`` raises; ("", "") when it raises none."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def across_swap(engine: PolicyEngine, version: int, tensors: Any) -> dict[str, Any]:
+    """Eight requests, and a swap once the shorter ninth one has ended."""
+    pacer = engine.submit(LONG_PROMPT, SamplingConfig(max_tokens=10, ignore_eos=True))
+    running = [engine.submit(prompt, FREE) for prompt in prompts(8)]
+    pacer.result()
+    report = engine.swap(version, tensors).result()
+    return {"completions": [future.result() for future in running], "report": report}
+
+
+def record(model: str, versions: list[str], output: str) -> None:
+    """Args: the HF folder of version 0, safetensors files of versions 1 and 2, and the pickle file to write."""
+    engine = PolicyEngine(CONFIG, model, seed=1)
+    seen: dict[str, Any] = {"seconds": engine.start()}
+    new = {i + 1: load_file(path) for i, path in enumerate(versions)}
+
+    first = SamplingConfig(max_tokens=40, temperature=0.7, top_k=20, ignore_eos=True)
+    nucleus = SamplingConfig(max_tokens=40, temperature=1.3, top_p=0.8, ignore_eos=True)
+    plain = [engine.submit(prompt, FREE) for prompt in (*prompts(3), LONG_PROMPT, LONG_PROMPT)]
+    shaped = [engine.submit(prompt, sampling, seed=5) for prompt in prompts(2) for sampling in (first, nucleus)]
+    seen["plain"] = [future.result() for future in plain]
+    seen["shaped"] = [(future.result(), sampling) for future, sampling in zip(shaped, (first, nucleus) * 2)]
+
+    broken = dict(new[1])
+    name = "model.layers.0.self_attn.k_proj.weight"
+    seen["wrong_shape"] = raised(lambda: engine.swap(1, broken | {name: broken[name][:-1]}))
+    seen["missing"] = raised(lambda: engine.swap(1, {k: v for k, v in broken.items() if k != name}))
+    seen["unknown"] = raised(lambda: engine.swap(1, broken | {"model.layers.9.x": broken[name]}))
+    seen["unchanged"] = {name: tensor.clone() for name, tensor in engine.plan.read_all().items()}
+
+    seen["kept"] = across_swap(engine, 1, new[1])
+    seen["live"] = {name: tensor.clone() for name, tensor in engine.plan.read_all().items()}
+    seen["alias"] = engine.plan.read("lm_head.weight").clone()
+    seen["after"] = [engine.submit(prompt, FREE).result() for prompt in (LONG_PROMPT, prompts(1)[0])]
+    seen["older"] = raised(lambda: engine.swap(0, new[1]))
+
+    engine.config = replace(CONFIG, update=UpdateConfig(kv="recompute"))
+    seen["recomputed"] = across_swap(engine, 2, new[2])
+
+    crowd = [engine.submit(prompt, SamplingConfig(max_tokens=8, ignore_eos=True)) for prompt in prompts(2 * CONFIG.max_num_seqs)]
+    seen["crowd"] = [future.result() for future in crowd]
+    greedy = SamplingConfig(max_tokens=30, temperature=0, ignore_eos=True)
+    line = engine.submit(LONG_PROMPT, greedy).result()
+    seen["greedy"] = line
+    stopping = int(line.token_ids[4])
+    seen["stopped"] = engine.submit(LONG_PROMPT, replace(greedy, stop_token_ids=[stopping])).result()
+
+    seen["too_long"] = raised(lambda: engine.submit([5] * CONFIG.max_model_len))
+    seen["longest"] = engine.submit([5] * (CONFIG.max_model_len - 1), FREE).result()
+    seen["empty"] = raised(lambda: engine.submit([]))
+    seen["outside"] = raised(lambda: engine.submit([1, 100_000]))
+    endless = SamplingConfig(max_tokens=200, ignore_eos=True)
+    busy = [engine.submit(prompt, endless, request_id=f"busy-{i}") for i, prompt in enumerate(prompts(CONFIG.max_num_seqs))]
+    queued = engine.submit(LONG_PROMPT, endless, request_id="queued")
+    seen["twice"] = raised(lambda: engine.submit(LONG_PROMPT, endless, request_id="queued").result())
+    engine.abort("queued")
+    engine.abort("nobody")
+    engine.abort("busy-0")
+    seen["aborted"] = [queued.result(), busy[0].result()]
+    seen["status"] = engine.status()
+
+    engine._engine.step = lambda: 1 / 0
+    seen["died"] = [raised(future.result) for future in busy[1:]]
+    seen["dead"] = raised(lambda: engine.submit(LONG_PROMPT))
+    engine.stop()
+    Path(output).write_bytes(pickle.dumps(seen))

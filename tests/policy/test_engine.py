@@ -1,0 +1,235 @@
+"""The engine against HF transformers: every log-prob, before, across and after swaps, for each kind of model."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forge_async.policy.engine import spans_of
+from forge_async.types import Completion
+from tests.policy.engine_child import CONFIG, LONG_PROMPT, record
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+TOLERANCE = 1e-4
+KINDS = {
+    "llama_tied": ("llama", True),
+    "llama_untied": ("llama", False),
+    "qwen3_tied": ("qwen3", True),
+    "qwen3_moe": ("qwen3_moe", False),
+}
+
+
+def perturbed(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """Other weights of the same kind: matrices get noise of a third of their own spread, vectors of a twentieth."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        scale = 0.3 * tensor.std() if tensor.ndim > 1 else 0.05
+        return tensor + scale * torch.randn(tensor.shape, generator=generator)
+
+    return {name: change(tensor) for name, tensor in tensors.items()}
+
+
+class Seen:
+    """What an engine of one kind of model did, with that model's weights of all versions in HF transformers."""
+
+    def __init__(self, folder: Path, weights: list[dict[str, torch.Tensor]], recorded: dict[str, Any]) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.weights, self.recorded = weights, recorded
+        self.models = []
+        for tensors in weights:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            result = model.load_state_dict(tensors, strict=False)
+            assert not result.unexpected_keys
+            model.tie_weights()
+            self.models.append(model)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.recorded[key]
+
+    @torch.no_grad()
+    def logits(self, completion: Completion, versions: np.ndarray | None = None) -> torch.Tensor:
+        """float32 [R, V]: token r's logits by the model of its version; keys and values stay as once computed."""
+        from transformers import DynamicCache
+
+        ids = torch.tensor(np.concatenate([completion.prompt_token_ids, completion.token_ids]).astype(np.int64))
+        start, parts, cache = len(completion.prompt_token_ids), [], DynamicCache()
+        done = 0
+        for version, begin, end in spans_of(completion.policy_versions if versions is None else versions):
+            out = self.models[version](ids[None, done : start + end - 1], past_key_values=cache, use_cache=True)
+            done = start + end - 1
+            parts.append(out.logits[0, -(end - begin) :])
+        return torch.cat(parts).float()
+
+    def logprobs(self, completion: Completion, **kwargs: Any) -> np.ndarray:
+        return picked(self.logits(completion, **kwargs), completion)
+
+
+def picked(logits: torch.Tensor, completion: Completion) -> np.ndarray:
+    chosen = torch.tensor(completion.token_ids.astype(np.int64))[:, None]
+    return logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
+
+
+def shaped_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+    """The distribution that is sampled from, token by token and by definition."""
+    out = torch.full_like(logits, -torch.inf)
+    for row, line in enumerate(logits / temperature):
+        order = line.argsort(descending=True)
+        kept = order[:top_k] if top_k else order
+        if top_p < 1:
+            mass = line[kept].softmax(-1).cumsum(-1)
+            kept = kept[: int((mass < top_p).sum()) + 1]
+        out[row, kept] = line[kept]
+    return out
+
+
+@pytest.fixture(scope="module")
+def engines() -> Any:
+    """Children forked from one server that has imported vLLM once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm", "tests.policy.engine_child"])
+    return context
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def seen(
+    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, engines: Any
+) -> Seen:
+    family, tied = KINDS[request.param]
+    folder = tiny_model(family, tied=tied)
+    work = tmp_path_factory.mktemp(request.param)
+    weights = [load_file(folder / "model.safetensors")]
+    assert ("lm_head.weight" in weights[0]) == (not tied)
+    files = []
+    for version in (1, 2):
+        weights.append(perturbed(weights[0], seed=version))
+        published = dict(weights[-1])
+        if tied and version == 2:  # a trainer may publish the tied tensor under both names
+            published["lm_head.weight"] = published["model.embed_tokens.weight"].clone()
+        files.append(str(work / f"{version}.safetensors"))
+        save_file(published, files[-1])
+    child = engines.Process(target=record, args=(str(folder), files, str(work / "seen.pickle")))
+    child.start()
+    try:
+        child.join(240)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+    return Seen(folder, weights, pickle.loads((work / "seen.pickle").read_bytes()))
+
+
+def test_logprobs_equal_transformers(seen: Seen) -> None:
+    for completion in seen["plain"]:
+        assert completion.policy_versions.tolist() == [0] * 40
+        assert np.abs(completion.logprobs - seen.logprobs(completion)).max() < TOLERANCE
+
+
+def test_logprobs_are_those_of_the_distribution_sampled_from(seen: Seen) -> None:
+    for completion, sampling in seen["shaped"]:
+        logits = shaped_logits(seen.logits(completion), sampling.temperature, sampling.top_k, sampling.top_p)
+        assert np.abs(completion.logprobs - picked(logits, completion)).max() < TOLERANCE
+        unshaped = seen.logprobs(completion)
+        assert np.abs(completion.logprobs - unshaped).max() > 0.05
+
+
+def test_swapped_logprobs_equal_transformers(seen: Seen) -> None:
+    """The first prompt is one that version 0 had in its prefix cache."""
+    for completion in seen["after"]:
+        assert set(completion.policy_versions) == set(completion.kv_versions) == {1}
+        assert np.abs(completion.logprobs - seen.logprobs(completion)).max() < TOLERANCE
+
+
+def test_requests_in_flight_go_on_across_a_swap_with_exact_versions(seen: Seen) -> None:
+    completions, report = seen["kept"]["completions"], seen["kept"]["report"]
+    assert (report.version, report.previous_version, report.in_flight) == (1, 0, 8)
+    for completion in completions:
+        assert completion.finish_reason == "length" and len(completion.token_ids) == 40
+        assert [version for version, _, _ in spans_of(completion.policy_versions)] == [0, 1]
+        assert set(completion.kv_versions) == {0}
+        assert np.abs(completion.logprobs - seen.logprobs(completion)).max() < TOLERANCE
+        boundary = spans_of(completion.policy_versions)[0][2]
+        for shifted in (boundary - 1, boundary + 1):  # one token off either way is another distribution
+            versions = np.array([0] * shifted + [1] * (40 - shifted))
+            assert np.abs(completion.logprobs - seen.logprobs(completion, versions=versions)).max() > 100 * TOLERANCE
+
+
+def test_recomputed_kv_is_that_of_the_new_weights(seen: Seen) -> None:
+    assert seen["recomputed"]["report"].in_flight == 8
+    for completion in seen["recomputed"]["completions"]:
+        (_, _, boundary), (new, _, _) = spans_of(completion.policy_versions)
+        assert new == 2 and len(completion.token_ids) == 40
+        assert completion.kv_versions.tolist() == [1] * boundary + [2] * (40 - boundary)
+        before = seen.logprobs(completion, versions=np.full(40, 1))[:boundary]
+        after = seen.logprobs(completion, versions=np.full(40, 2))[boundary:]
+        assert np.abs(completion.logprobs - np.concatenate([before, after])).max() < TOLERANCE
+
+
+def test_live_parameters_are_the_published_ones_bit_by_bit(seen: Seen) -> None:
+    for found, version in ((seen["unchanged"], 0), (seen["live"], 1)):
+        assert found.keys() == seen.weights[version].keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in seen.weights[version].items())
+    tied = "lm_head.weight" not in seen.weights[1]
+    head = seen.weights[1]["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    assert torch.equal(seen["alias"], head)
+
+
+def test_updates_that_do_not_fit_are_refused_and_name_the_tensor(seen: Seen) -> None:
+    for case, words in (
+        ("wrong_shape", ["model.layers.0.self_attn.k_proj.weight", "shape"]),
+        ("missing", ["model.layers.0.self_attn.k_proj.weight", "not among"]),
+        ("unknown", ["model.layers.9.x", "no such tensor"]),
+    ):
+        kind, message = seen[case]
+        assert kind == "WeightMismatchError" and all(word in message for word in words)
+    assert "never decrease" in seen["older"][1]
+
+
+def test_more_requests_than_places_wait_their_turn(seen: Seen) -> None:
+    assert len(seen["crowd"]) == 2 * CONFIG.max_num_seqs
+    assert {len(completion.token_ids) for completion in seen["crowd"]} == {8}
+
+
+def test_greedy_decoding_takes_the_likeliest_token_and_stops_at_a_stop_token(seen: Seen) -> None:
+    line, stopped = seen["greedy"], seen["stopped"]
+    assert seen.logits(line).argmax(-1).tolist() == line.token_ids.tolist()
+    end = line.token_ids.tolist().index(line.token_ids[4]) + 1
+    assert stopped.token_ids.tolist() == line.token_ids[:end].tolist()
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", int(line.token_ids[4]))
+
+
+def test_prompts_that_cannot_be_served_are_refused_and_the_engine_lives(seen: Seen) -> None:
+    kind, message = seen["too_long"]
+    assert kind == "DataError" and "256 tokens" in message and "1 to 255" in message
+    assert len(seen["longest"].token_ids) == 1 and seen["longest"].finish_reason == "length"
+    assert seen["empty"][0] == seen["outside"][0] == "DataError" and "100000" in seen["outside"][1]
+    assert seen["twice"][0] == "DataError" and "queued" in seen["twice"][1]
+
+
+def test_an_aborted_request_returns_what_there_is(seen: Seen) -> None:
+    queued, running = seen["aborted"]
+    assert queued.finish_reason == running.finish_reason == "abort"
+    assert len(queued.token_ids) == 0 and queued.prompt_token_ids.tolist() == LONG_PROMPT
+    assert len(running.token_ids) == len(running.logprobs) == len(running.policy_versions) < 200
+
+
+def test_status_counts(seen: Seen) -> None:
+    status = seen["status"]
+    assert (status["version"], status["swaps"], status["swaps_in_flight"]) == (2, 2, 2)
+    assert (status["aborted"], status["abort_requested"]) == (0, 2)
+    assert status["generated_tokens"] > 40 * 25 and status["busy_s"] > 0 and len(status["swap_ms"]) == 2
+
+
+def test_a_dying_engine_fails_every_request_with_the_cause(seen: Seen) -> None:
+    assert len(seen["died"]) == CONFIG.max_num_seqs - 1
+    for kind, message in (*seen["died"], seen["dead"]):
+        assert kind == "EngineDied" and "division by zero" in message

@@ -1,0 +1,1 @@
+"""Prompt in, scored episode group out: datasets, rendering, environments, rewards, training sequences."""

@@ -1,0 +1,147 @@
+"""Reward functions: how they are found and called, and those that come with the project.
+
+A reward function is plain Python::
+
+    def right_answer(prompt: Prompt, completion: str) -> float: ...
+
+``prompt.answer`` is the dataset's answer, ``prompt.metadata`` the row's other columns. It runs outside the controller's
+process. The numbers below are found in text as people write them: ``-5``, ``1,024``, ``0.5``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from forge_async.errors import ConfigError
+from forge_async.rollout.config import RewardSpec
+from forge_async.types import Prompt
+
+RewardFunction = Callable[[Prompt, str], float]
+
+
+@dataclass(frozen=True)
+class RewardFailure:
+    """Why an episode could not be scored: takes the place of its values."""
+
+    function: str
+    """``module:function``, or ``""`` where no single function is to blame."""
+    reason: str
+    """``raised``, ``timeout``, ``invalid`` (not a finite number) or ``worker_died``."""
+    message: str
+    """For people: names function, file, line and cause."""
+
+
+def load_functions(specs: Sequence[RewardSpec], folder: str | None = None) -> list[RewardFunction]:
+    """Import the reward functions; ``folder`` (default: the working directory) is searched after everything installed.
+
+    Raises:
+        ConfigError: no such module or function, or the module's import fails.
+    """
+    folder = folder or os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)
+    functions = []
+    for index, spec in enumerate(specs):
+        key = f"functions[{index}]"
+        module_name, _, name = spec.function.partition(":")
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (module_name + ".").startswith(error.name + "."):
+                raise ConfigError(key, spec.function, "module:function with an importable module", f"Looked in {folder}.") from None
+            raise ConfigError(key, spec.function, "a module that imports", where_raised(error)) from error
+        except Exception as error:  # a user's module may fail in any way
+            raise ConfigError(key, spec.function, "a module that imports", where_raised(error)) from error
+        function = getattr(module, name, None)
+        if not callable(function):
+            found = [key for key, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == module_name]
+            raise ConfigError(key, spec.function, f"a function of {module.__file__}", f"It has: {', '.join(found) or 'none'}.")
+        functions.append(function)
+    return functions
+
+
+def where_raised(error: BaseException) -> str:
+    """``file:line in function: Kind: message`` of the innermost frame, as one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if "importlib" not in frame.filename] or frames
+    place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: " if frames else ""
+    if isinstance(error, SyntaxError):
+        place = f"{error.filename}:{error.lineno}: "
+    return f"{place}{type(error).__name__}: {error}"
+
+
+def score_completion(
+    specs: Sequence[RewardSpec], functions: Sequence[RewardFunction], prompt: Prompt, completion: str
+) -> dict[str, float] | RewardFailure:
+    """Every function's value by name, before weighting; the first that raises or returns no finite number is the failure."""
+    values: dict[str, float] = {}
+    for spec, function in zip(specs, functions, strict=True):
+        try:
+            raw = function(prompt, completion)
+        except Exception as error:  # a user's function may raise anything
+            return RewardFailure(spec.function, "raised", f"reward {spec.function} raised at {where_raised(error)}")
+        try:
+            value = float(raw)
+        except (TypeError, ValueError):
+            value = math.nan
+        if not math.isfinite(value):
+            message = f"reward {spec.function} returned {raw!r} for prompt {prompt.prompt_id}; a finite number is needed"
+            return RewardFailure(spec.function, "invalid", message)
+        values[spec.name] = value
+    return values
+
+
+def weighted_sum(specs: Sequence[RewardSpec], values: dict[str, float]) -> float:
+    """The reward of an episode."""
+    return sum(spec.weight * values[spec.name] for spec in specs)
+
+
+# --- functions that come with the project -------------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"(?<![\d.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+_INTEGER = re.compile(r"\s*-?\d+\s*")
+
+
+def last_number(text: str) -> float | None:
+    """The last number in ``text``; a minus sign that follows a digit is a subtraction, not a sign."""
+    found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def exact_integer(prompt: Prompt, completion: str, **_: object) -> float:
+    """1 if the last number of the completion equals the answer, else 0; the words around it do not matter."""
+    wanted = last_number(str(prompt.answer))
+    if wanted is None:
+        raise ValueError(f"the answer {prompt.answer!r} of prompt {prompt.prompt_id} is not a number")
+    return float(last_number(completion) == wanted)
+
+
+def integer_format(prompt: Prompt, completion: str, **_: object) -> float:
+    """1 if the completion is an integer and nothing else (white space aside), right or wrong, else 0."""
+    return float(_INTEGER.fullmatch(completion) is not None)
+
+
+def exact_match(prompt: Prompt, completion: str, **_: object) -> float:
+    """1 if the completion is the answer, white space around both aside, else 0."""
+    return float(completion.strip() == str(prompt.answer).strip())
+
+
+def reasoning_gym_score(prompt: Prompt, completion: str, **_: object) -> float:
+    """The score of the reasoning-gym task that made the prompt, for the completion as a whole."""
+    import reasoning_gym
+
+    score = reasoning_gym.get_score_answer_fn(prompt.metadata["task"])
+    return float(score(completion.strip(), prompt.metadata["entry"]))
+
+
+def brevity(prompt: Prompt, completion: str, **_: object) -> float:
+    """1 for up to 16 characters, falling linearly to 0 at 256."""
+    return min(1.0, max(0.0, (256 - len(completion)) / 240))

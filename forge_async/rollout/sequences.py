@@ -1,0 +1,78 @@
+"""Scored groups to training sequences: the trained ids are the sampled ids, never a re-encoding of their text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from forge_async.errors import DataError
+from forge_async.rollout.rollout import check_completion
+from forge_async.types import Completion, Episode, Group, TrainingSequence
+
+
+def training_sequences(
+    group: Group, advantages: Sequence[float], temperature: float = 1.0, truncated: str = "keep"
+) -> list[TrainingSequence]:
+    """One sequence per episode; more where a later turn's prompt does not continue the earlier tokens (a fork).
+
+    Args:
+        advantages: one number per episode of the group, given to each of its sampled tokens.
+        temperature: at which the episodes were sampled.
+        truncated: ``mask`` leaves episodes that ended by their token limit out (they have no trained token); other values
+            keep them.
+
+    Raises:
+        DataError: an episode has no turn, no sampled token, or lacks a per-token record; the message names it.
+    """
+    if len(advantages) != len(group.episodes):
+        raise DataError(
+            f"prompt {group.prompt.prompt_id}: {len(advantages)} advantages for {len(group.episodes)} episodes."
+        )
+    sequences: list[TrainingSequence] = []
+    for episode, advantage in zip(group.episodes, advantages, strict=True):
+        if not np.isfinite(advantage):
+            raise DataError(f"episode {episode.episode_id}: its advantage is {advantage}.")
+        if not episode.turns:
+            raise DataError(f"episode {episode.episode_id}: it has no turn, so nothing of it can be trained.")
+        if truncated == "mask" and episode.truncated:
+            continue
+        sequences.extend(_episode_sequences(episode, float(advantage), temperature))
+    return sequences
+
+
+def _episode_sequences(episode: Episode, advantage: float, temperature: float) -> list[TrainingSequence]:
+    chains: list[list[Completion]] = []
+    tokens: list[int] = []
+    for turn in episode.turns:
+        completion = turn.completion
+        check_completion(completion, episode.episode_id)
+        prompt = completion.prompt_token_ids.tolist()
+        if chains and prompt[: len(tokens)] == tokens:
+            chains[-1].append(completion)
+        else:
+            chains.append([completion])
+        tokens = prompt + completion.token_ids.tolist()
+    return [
+        _join(chain, episode.episode_id + (f"/{index}" if index else ""), advantage, temperature)
+        for index, chain in enumerate(chains)
+    ]
+
+
+def _join(chain: Sequence[Completion], sequence_id: str, advantage: float, temperature: float) -> TrainingSequence:
+    """One sequence of completions, each of whose prompts begins with everything before it."""
+    last = chain[-1]
+    token_ids = np.concatenate([last.prompt_token_ids, last.token_ids]).astype(np.int32)
+    length = len(token_ids)
+    loss_mask = np.zeros(length, dtype=bool)
+    logprobs = np.zeros(length, dtype=np.float32)
+    versions = np.full(length, -1, dtype=np.int32)
+    advantages = np.zeros(length, dtype=np.float32)
+    for completion in chain:
+        start = len(completion.prompt_token_ids)
+        sampled = slice(start, start + len(completion.token_ids))
+        loss_mask[sampled] = True
+        logprobs[sampled] = completion.logprobs
+        versions[sampled] = completion.policy_versions
+        advantages[sampled] = advantage
+    return TrainingSequence(sequence_id, token_ids, loss_mask, logprobs, versions, advantages, temperature)

@@ -146,7 +146,8 @@ class ActorHandle:
         self.devices: list[str] = []
         """GPUs lent to this actor."""
         self.death_cause: str | None = None
-        self._proc_mesh = proc_mesh
+        self.proc_mesh = proc_mesh
+        """The Monarch proc mesh, for further actors in the same processes."""
         self._pids: list[int] = []
         self._watch: ProcessWatch | None = None
         self._loop = asyncio.get_running_loop()
@@ -225,14 +226,11 @@ class ActorHandle:
     def _result(self, what: str, task: asyncio.Task[Any]) -> Any:
         try:
             return task.result()
-        except ActorError as error:
-            if isinstance(error.exception, ForgeError):
-                raise error.exception from error
-            raise RemoteError(f"{what} failed: {error.exception!r}\n{error.exception_formatted}") from error
-        except SupervisionError as error:
-            cause = first_line(str(error))
-            self._mark_dead(cause)
-            raise ActorDied(f"{what}: {cause}") from error
+        except (ActorError, SupervisionError) as error:
+            translated = translate(what, error)
+            if isinstance(translated, ActorDied):
+                self._mark_dead(summarize(str(error)))
+            raise translated from error
 
     def _watch_processes(self, pids: list[int], remote: bool) -> None:
         self._pids = pids
@@ -241,7 +239,7 @@ class ActorHandle:
 
     def _fault(self, fault: Fault) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            self._loop.call_soon_threadsafe(self._mark_dead, first_line(fault.report))
+            self._loop.call_soon_threadsafe(self._mark_dead, summarize(fault.report))
 
     def _mark_dead(self, cause: str) -> None:
         if self.death_cause is None and not self._stopped:
@@ -259,7 +257,7 @@ class ActorHandle:
         try:
 
             async def ask() -> None:
-                await self._proc_mesh.stop(f"{self.label} stopped")
+                await self.proc_mesh.stop(f"{self.label} stopped")
 
             with contextlib.suppress(Exception):  # a mesh that already failed has nothing to stop
                 await asyncio.wait_for(ask(), timeout_s)
@@ -270,6 +268,15 @@ class ActorHandle:
             faults.unregister(self.label)
             for callback in self._on_stop:
                 callback()
+
+
+def translate(what: str, error: ActorError | SupervisionError) -> ForgeError:
+    """The project's own exception for one that Monarch raised at the caller of ``what``."""
+    if isinstance(error, SupervisionError):
+        return ActorDied(f"{what}: {summarize(str(error))}")
+    if isinstance(error.exception, ForgeError):
+        return error.exception
+    return RemoteError(f"{what} failed: {error.exception!r}\n{error.exception_formatted}")
 
 
 async def spawn_actor(
@@ -295,7 +302,9 @@ async def spawn_actor(
     handle: ActorHandle | None = None
     try:
         if not single:
-            await setup_torch_elastic_env_async(proc_mesh)
+            local = options.hosts is None
+            address = ("127.0.0.1", free_port()) if local else (None, None)
+            await setup_torch_elastic_env_async(proc_mesh, *address)
         mesh = proc_mesh.spawn(label, actor_class, *args, **kwargs)
         handle = ActorHandle(mesh, proc_mesh, options.procs, label)
         handle.devices = devices
@@ -314,24 +323,31 @@ async def spawn_actor(
     return handle
 
 
-def single_process_group_environment() -> dict[str, str]:
-    """What torch.distributed needs for a group of one, with a free port of this machine."""
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+def single_process_group_environment() -> dict[str, str]:
+    """What torch.distributed needs for a group of one."""
     return {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
     }
 
 
-def first_line(text: str) -> str:
-    """The first line of a report that says something, without terminal colours."""
-    for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines():
-        if line.strip():
-            return line.strip()
-    return "no report"
+def summarize(report: str) -> str:
+    """One line out of a supervision report: the exception it carries, else its first line."""
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", report).splitlines() if line.strip()]
+    frames = [index for index, line in enumerate(lines) if line.lstrip().startswith('File "')]
+    if frames:
+        for line in lines[frames[-1] + 1 :]:
+            if re.match(r"\s{0,4}[A-Za-z_][\w.]*(: |$)", line):
+                return line.strip()
+    return lines[0].strip() if lines else "no report"

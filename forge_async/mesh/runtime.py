@@ -39,7 +39,7 @@ def current_runtime() -> MeshRuntime:
 class MeshRuntime:
     """``async with MeshRuntime() as runtime:`` owns every actor spawned inside.
 
-    At exit (also by an exception, Ctrl-C, SIGTERM) it stops what it owns, newest first, then looks in the process table
+    At exit (also by an exception, Ctrl-C, SIGTERM) it stops what it owns, all at once, then looks in the process table
     for processes that carry its run id and kills those that outlive the grace period. A second Ctrl-C, or a second
     cancellation, kills at once. SIGTERM ends the enclosing task as Ctrl-C does and exits with status 143.
 
@@ -127,13 +127,10 @@ class MeshRuntime:
         return find_processes(self.run_id)
 
     async def _stop_all(self) -> None:
-        while self._owned:
-            owned = self._owned[-1]
-            try:
-                await owned.stop()
-            except Exception:  # noqa: BLE001 - the others must be stopped too; leftovers are killed below
-                logger.exception("stopping %r failed", owned)
-            self._owned.remove(owned)
+        owned, self._owned = self._owned, []
+        for result in await asyncio.gather(*(each.stop() for each in owned), return_exceptions=True):
+            if isinstance(result, BaseException):  # the others are stopped too; leftovers are killed below
+                logger.error("stopping failed", exc_info=result)
         remaining = await wait_until_gone(self.processes(), self.grace_s)
         if remaining:
             logger.warning("processes %s outlived the run by %.0f s: killed", remaining, self.grace_s)

@@ -1,0 +1,13 @@
+"""What can go wrong with the weight store."""
+
+from __future__ import annotations
+
+from forge_async.errors import ForgeError
+
+
+class StoreError(ForgeError):
+    """A version cannot be written, committed or read; the message says which and why."""
+
+
+class VersionGone(StoreError):
+    """The version asked for is not (or no longer) in the store."""

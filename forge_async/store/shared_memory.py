@@ -1,0 +1,116 @@
+"""Shared memory without names: segments are memory files that the kernel frees with their last user.
+
+A segment is a ``memfd`` of the store's process, mapped by others through ``/proc/<pid>/fd/<n>``. It survives the kill -9
+of a trainer or a reader, has no entry in ``/dev/shm`` (whose size containers limit, often to 64 MiB), and cannot be
+left behind, whoever is killed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The address of a segment; valid on the host of its owner while that lives."""
+
+    segment_id: str
+    owner_pid: int
+    descriptor: int
+    """File descriptor number in the owner's process."""
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class SegmentView:
+    """A tensor that lies in a segment: all that travels between processes."""
+
+    segment: Segment
+    offset: int
+    """Bytes from the segment's start."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_mapped: dict[str, tuple[Segment, torch.Tensor]] = {}
+"""Segments mapped into this process, by id, as uint8 [nbytes]."""
+
+
+def create_segment(nbytes: int) -> Segment:
+    """Make a segment owned by this process, zero-filled."""
+    descriptor = os.memfd_create("forge-async-weights", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        segment = Segment(f"{os.getpid()}-{next(_numbers)}", os.getpid(), descriptor, nbytes)
+        _map(segment, descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return segment
+
+
+def destroy_segment(segment: Segment) -> None:
+    """Give up a segment of this process; the memory goes when nobody maps it any more."""
+    _mapped.pop(segment.segment_id, None)
+    os.close(segment.descriptor)
+
+
+def attach(segment: Segment) -> torch.Tensor:
+    """uint8 [nbytes] over the segment's memory; mapped once per process, then remembered.
+
+    Raises:
+        OSError: the owner is gone, or lives on another host.
+    """
+    known = _mapped.get(segment.segment_id)
+    if known is not None:
+        return known[1]
+    descriptor = os.open(f"/proc/{segment.owner_pid}/fd/{segment.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return _map(segment, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _map(segment: Segment, descriptor: int) -> torch.Tensor:
+    # Populated at once: page by page, the first copy through a fresh mapping is several times slower.
+    memory = mmap.mmap(descriptor, segment.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    _mapped[segment.segment_id] = (segment, tensor)
+    return tensor
+
+
+def forget_segments(live: Iterable[str]) -> None:
+    """Unmap segments of other processes whose ids are not among ``live``."""
+    keep = set(live)
+    for segment_id, (segment, _) in list(_mapped.items()):
+        if segment_id not in keep and segment.owner_pid != os.getpid():
+            del _mapped[segment_id]
+
+
+def describe(tensor: torch.Tensor) -> SegmentView | None:
+    """Where ``tensor`` lies, when it is contiguous in a segment mapped here; else None."""
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        return None
+    base = tensor.untyped_storage().data_ptr()
+    for segment, memory in _mapped.values():
+        if memory.data_ptr() == base:
+            offset = tensor.storage_offset() * tensor.element_size()
+            return SegmentView(segment, offset, tuple(tensor.shape), tensor.dtype)
+    return None
+
+
+def resolve(view: SegmentView) -> torch.Tensor:
+    """The tensor that ``view`` describes, over the shared memory itself."""
+    memory = attach(view.segment)
+    nbytes = view.dtype.itemsize
+    for size in view.shape:
+        nbytes *= size
+    return memory[view.offset : view.offset + nbytes].view(view.dtype).view(view.shape)

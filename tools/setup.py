@@ -66,9 +66,9 @@ def find_compilers(environ: Mapping[str, str] = os.environ, include: Path | None
         if compiler is None:
             language = "C" if variable == "CC" else "C++"
             raise SetupError(
-                f"no {language} compiler was found (looked for {', '.join(wanted)}): one dependency is built "
-                f"from source, and torch and vLLM compile kernels as they run. Install gcc and g++ (apt install g++) or "
-                f"name one: {variable}=/path/to/compiler make setup"
+                f"no {language} compiler was found (looked for {', '.join(wanted)}): one dependency is built from "
+                "source, and torch and vLLM compile kernels as they run. Install gcc and g++ (apt install g++) or name "
+                f"one: {variable}=/path/to/compiler make setup"
             )
         found[variable] = compiler
     headers = include or Path(sysconfig.get_paths()["include"])

@@ -1,0 +1,68 @@
+"""What is verified before the first step: that trainer and policy agree on the log-probs of fresh samples."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from forge_async.config import Config
+from forge_async.errors import RunFailed
+from forge_async.mesh import ActorHandle, Service
+from forge_async.rollout.datasets import PromptSource
+from forge_async.types import Completion, Prompt, TrainingSequence
+
+
+async def check_ratios(config: Config, policy: Service, trainer: ActorHandle, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Sample with the policy, score with the trainer, and compare: with unchanged weights every importance ratio is 1.
+
+    Returns:
+        ``tokens`` compared, ``max_error`` = max |ratio - 1|, ``mean_error``.
+    Raises:
+        RunFailed: some token's ratio is off by more than ``checks.ratio_tolerance``; the message shows the first ones.
+    """
+    sampling = config.policy.sampling
+    completions: list[Completion] = await asyncio.gather(
+        *(policy.call("generate", prompt.token_ids, sampling) for prompt in prompts)
+    )
+    sequences = [_sequence(p, c, sampling.temperature) for p, c in zip(prompts, completions, strict=True)]
+    scored: list[np.ndarray] = (await trainer.call("logprobs", sequences))[0]
+    worst: list[tuple[float, str]] = []
+    errors = []
+    for sequence, trainer_logprobs in zip(sequences, scored, strict=True):
+        mask = sequence.loss_mask
+        error = np.abs(np.expm1(trainer_logprobs[mask] - sequence.logprobs[mask]))
+        errors.append(error)
+        at = int(error.argmax())
+        where = int(np.flatnonzero(mask)[at])
+        worst.append(
+            (
+                float(error[at]),
+                f"prompt {sequence.sequence_id}, token {where} (id {sequence.token_ids[where]}): policy "
+                f"{sequence.logprobs[where]:.5f}, trainer {trainer_logprobs[where]:.5f}",
+            )
+        )
+    every = np.concatenate(errors)
+    report = {"tokens": len(every), "max_error": float(every.max()), "mean_error": float(every.mean())}
+    if not every.max() <= config.checks.ratio_tolerance:  # also when NaN
+        shown = "; ".join(text for _, text in sorted(worst, reverse=True)[:3])
+        raise RunFailed(
+            f"trainer and policy disagree on unchanged weights: |ratio - 1| is up to {every.max():.2e} (mean "
+            f"{every.mean():.1e}) over {len(every)} tokens, checks.ratio_tolerance is {config.checks.ratio_tolerance:g}. "
+            f"{shown}. Training would be biased, so the run stops; compare the two sides' dtype, temperature and top-k/top-p."
+        )
+    return report
+
+
+def _sequence(prompt: Prompt, completion: Completion, temperature: float) -> TrainingSequence:
+    before, after = len(prompt.token_ids), len(completion.token_ids)
+    return TrainingSequence(
+        sequence_id=prompt.prompt_id,
+        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
+        loss_mask=np.arange(before + after) >= before,
+        logprobs=np.concatenate([np.zeros(before, np.float32), completion.logprobs]).astype(np.float32),
+        policy_versions=np.concatenate([np.full(before, -1, np.int32), completion.policy_versions]).astype(np.int32),
+        advantages=np.zeros(before + after, np.float32),
+        temperature=temperature,
+    )

@@ -1,0 +1,279 @@
+"""The asynchronous RL loop: produce scored groups, train on them, publish weights; generation never stops.
+
+::
+
+    source ──admit──▶ rollout_group ──finish──▶ buffer ──batch──▶ trainer.step ──▶ trainer.publish
+                          ▲ policy.generate                                             │
+                          └────────────── replicas pull and swap by themselves ◀─follow─┘
+
+Three kinds of tasks run at once, and each is awaited or cancelled by :meth:`AsyncLoop.steps`:
+
+* *admission* takes prompts from the source while the buffer has room and starts one *rollout* per prompt;
+* a *rollout* generates and scores the episodes of its prompt and gives the group to the buffer, which decides its fate;
+* a *follower* per published version waits until every replica is on it, compares digests, and opens admission further.
+
+The train loop itself is the caller's ``async for``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forge_async.buffer.buffer import RolloutBuffer
+from forge_async.config import Config
+from forge_async.errors import ForgeError, RunFailed
+from forge_async.mesh.actor import ActorHandle
+from forge_async.mesh.errors import ReplicaDied
+from forge_async.mesh.service import Service
+from forge_async.policy.config import SamplingConfig
+from forge_async.rollout.datasets import PromptSource
+from forge_async.rollout.environment import Environment
+from forge_async.rollout.reward_worker import RewardPool
+from forge_async.rollout.rollout import rollout_group
+from forge_async.rollout.sequences import training_sequences
+from forge_async.trainer.advantages import group_advantages
+from forge_async.types import Completion, Group, Prompt, StepStats
+
+Record = Callable[..., None]
+"""``record(kind, **fields)``: one line of the event log."""
+
+
+@dataclass
+class Tally:
+    """What a whole run counts, for its summary and its invariants."""
+
+    swaps: int = 0
+    """Versions that became live in a replica during the loop."""
+    swaps_in_flight: int = 0
+    """Those that happened while the replica had requests running."""
+    aborted_by_swap: int = 0
+    digest_mismatches: int = 0
+    trained_tokens: int = 0
+    tokens_without_version: int = 0
+    max_staleness: int = 0
+    failed_episodes: Counter[str] = field(default_factory=Counter)
+    """Episodes without a reward, by reason."""
+    requeued: int = 0
+    """Requests that were sent again because their replica died."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of each step's batch."""
+    digests: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step as the caller of the loop sees it."""
+
+    index: int
+    """From 1 in this run's numbering; equals ``stats.version`` unless steps were skipped."""
+    stats: StepStats
+    groups: tuple[Group, ...]
+    reward: float
+    """Mean over the episodes of the batch."""
+    reward_parts: dict[str, float]
+    staleness_mean: float
+    """Over trained tokens: trainer version at the step minus token version."""
+    staleness_max: int
+    completion_length: float
+    """Mean sampled tokens per episode."""
+    truncated: float
+    """Share of episodes that ended by their token limit."""
+    wait_s: float
+    """How long the trainer waited for this batch."""
+    publish_s: float
+    wall_s: float
+    """Since the previous step ended."""
+
+
+class AsyncLoop:
+    """Runs the tasks of one run over meshes that are already up and in sync.
+
+    Args:
+        config: the run's config.
+        policy: service of ``PolicyActor`` replicas, all on version ``version``.
+        trainer: mesh of ``TrainerActor``.
+        record: writes an event.
+        version: the policy version at the start.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Service,
+        trainer: ActorHandle,
+        buffer: RolloutBuffer,
+        source: PromptSource,
+        environment: Environment,
+        rewards: RewardPool,
+        record: Record,
+        version: int = 0,
+    ) -> None:
+        self.config, self.policy, self.trainer = config, policy, trainer
+        self.buffer, self.source, self.environment, self.rewards = buffer, source, environment, rewards
+        self.record, self.version = record, version
+        self.tally = Tally()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._followers: set[asyncio.Task[None]] = set()
+
+    async def steps(self, count: int) -> AsyncIterator[Step]:
+        """Run the loop for ``count`` optimizer steps or until the dataset ends.
+
+        Consumes batches from the buffer, which wait for ``groups_per_step`` finished groups within the staleness bound;
+        yields after each step is trained, published and announced. Admission and rollouts go on while the caller
+        handles a step. On every way out, all tasks are cancelled and awaited, and open prompts are dropped.
+
+        Raises:
+            RunFailed: the trainer died or raised, a digest differed, or no rollout succeeds.
+        """
+        self._start(self._admit())
+        try:
+            index, last = 0, time.monotonic()
+            waiting_since = last
+            async for batch in self.buffer.batches(lambda: self.version):
+                index += 1
+                step = await self._train(index, batch, time.monotonic() - waiting_since, last)
+                last = time.monotonic()
+                if index == count:
+                    await asyncio.gather(*self._followers)
+                yield step
+                if index == count:
+                    return
+                waiting_since = time.monotonic()
+            await asyncio.gather(*self._followers)
+            self.record("dataset_ended", steps=index, reason=self.buffer.ended)
+        finally:
+            await self._stop()
+
+    async def _admit(self) -> None:
+        """Start one rollout per admitted prompt; waits for room in the buffer, ends with the source."""
+        while (prompt := await self.buffer.admit(self.source)) is not None:
+            self._start(self._rollout(prompt))
+
+    async def _rollout(self, prompt: Prompt) -> None:
+        """Turn one prompt into a group for the buffer. Never raises for the rollout's own faults: they are its fate."""
+        settings = self.config.rollout
+        group = await rollout_group(
+            prompt,
+            self._generate,
+            self.environment,
+            self.rewards,
+            n=settings.group_size,
+            sampling=self.config.policy.sampling,
+            timeout_s=settings.timeout_s,
+            truncated=settings.truncated,
+            on_failure=self._episode_failed,
+        )
+        self.buffer.finish(group)
+
+    def _episode_failed(self, episode_id: str, reason: str, message: str) -> None:
+        self.tally.failed_episodes[reason] += 1
+        self.record("episode_failed", episode=episode_id, reason=reason, message=message)
+
+    async def _generate(self, prompt_token_ids: np.ndarray, sampling: SamplingConfig, session: str) -> Completion:
+        """One completion; sent again when its replica dies, for as long as its rollout has time."""
+        while True:
+            try:
+                return await self.policy.call("generate", prompt_token_ids, sampling, session=session)
+            except ReplicaDied as error:
+                self.tally.requeued += 1
+                self.record("requeued", session=session, cause=str(error))
+
+    async def _train(self, index: int, batch: list[Group], wait_s: float, last: float) -> Step:
+        rewards = [[episode.reward for episode in group.episodes] for group in batch]
+        truncated = self.config.rollout.truncated
+        advantages = group_advantages(rewards, normalize_std=self.config.trainer.loss.normalize_std)
+        sequences = [
+            sequence
+            for group, values in zip(batch, advantages, strict=True)
+            for sequence in training_sequences(group, values, self.config.policy.sampling.temperature, truncated)
+        ]
+        versions = np.concatenate([s.policy_versions[s.loss_mask] for s in sequences])
+        staleness = self.version - versions
+        stats: StepStats = (await self._trainer("step", sequences))[0]
+        publish_s = 0.0
+        self.buffer.trained(batch, stats.version)
+        self.version = stats.version
+        if stats.skipped:
+            self.record("step_skipped", step=index, reason="no token had a loss")
+        else:
+            published = (await self._trainer("publish"))[0]
+            publish_s = published["wall_s"]
+            self.tally.digests[self.version] = published["digest"]
+            self.record("published", **published)
+            follower = self._start(self._follow(self.version, published["digest"]))
+            self._followers.add(follower)
+            follower.add_done_callback(self._followers.discard)
+            self.tally.trained_tokens += int(stats.trained_tokens)
+            self.tally.tokens_without_version += int((versions < 0).sum())
+            self.tally.max_staleness = max(self.tally.max_staleness, int(staleness.max()))
+        episodes = [episode for group in batch for episode in group.episodes]
+        parts = sorted({name for episode in episodes for name in episode.reward_parts})
+        step = Step(
+            index=index,
+            stats=stats,
+            groups=tuple(batch),
+            reward=float(np.mean([episode.reward for episode in episodes])),
+            reward_parts={name: float(np.mean([e.reward_parts.get(name, 0.0) for e in episodes])) for name in parts},
+            staleness_mean=float(staleness.mean()),
+            staleness_max=int(staleness.max()),
+            completion_length=float(np.mean([sum(len(t.completion.token_ids) for t in e.turns) for e in episodes])),
+            truncated=float(np.mean([episode.truncated for episode in episodes])),
+            wait_s=wait_s,
+            publish_s=publish_s,
+            wall_s=time.monotonic() - last,
+        )
+        self.tally.rewards.append(step.reward)
+        return step
+
+    async def _follow(self, version: int, digest: str) -> None:
+        """Wait until every replica is on ``version`` (or a newer one), then let the buffer admit for it."""
+        reports = await self.policy.fan_out("sync", version)
+        for index, report in enumerate(reports):
+            if isinstance(report, ReplicaDied) or report is None:
+                continue  # its successor starts from the newest version
+            if isinstance(report, BaseException):
+                raise report
+            if report["version"] == version:
+                self.tally.swaps += 1
+                self.tally.swaps_in_flight += report["in_flight"] > 0
+                self.tally.digest_mismatches += report["digest"] != digest
+                self.record("swapped", replica=index, **report)
+                if report["digest"] != digest:
+                    raise RunFailed(
+                        f"version {version}: replica {index} holds weights with digest {report['digest']}, the trainer "
+                        f"published {digest}; training on would correct with wrong ratios."
+                    )
+        self.buffer.advance(version)
+
+    async def _trainer(self, endpoint: str, *args: object) -> list:
+        """Call every trainer rank; a dead or failing trainer ends the run."""
+        try:
+            return await self.trainer.call(endpoint, *args)
+        except ForgeError as error:
+            raise RunFailed(f"the trainer failed in {endpoint!r} at version {self.version}: {error}") from error
+
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            failure = error if isinstance(error, ForgeError) else RunFailed(f"a task of the loop failed: {error!r}")
+            failure.__cause__ = failure.__cause__ or (error if failure is not error else None)
+            self.buffer.fail(failure)
+
+    async def _stop(self) -> None:
+        self.buffer.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,378 @@
+"""A run: meshes up, weights in sync, log-probs verified, then the loop; and whatever happens, everything down again.
+
+::
+
+    async with forge_async.launch(config) as run:
+        async for step in run.steps():
+            run.log(step)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from forge_async.buffer import Ledger, RolloutBuffer
+from forge_async.checks import check_ratios
+from forge_async.config import Config, to_yaml
+from forge_async.errors import ConfigError, ForgeError, RunFailed
+from forge_async.loop import AsyncLoop, Step
+from forge_async.mesh import ActorHandle, MeshRuntime, Service, plan_placement
+from forge_async.observability import (
+    Console,
+    EpisodeRecorder,
+    EventLog,
+    IdleMeter,
+    MetricsLogger,
+    RateMeter,
+    RunFolder,
+    StepView,
+    Summary,
+    plot_run,
+)
+from forge_async.policy.actor import PolicyActor
+from forge_async.rollout.datasets import PromptSource
+from forge_async.rollout.environment import SingleTurnEnvironment
+from forge_async.rollout.reward_worker import RewardPool
+from forge_async.store import WeightStore
+from forge_async.trainer.actor import TrainerActor
+
+STATE_FILE = "forge_async.json"
+"""In a checkpoint folder, written last: the version, the data position and the ledger. A folder with it is complete."""
+
+
+@asynccontextmanager
+async def launch(config: Config) -> AsyncIterator[Run]:
+    """Bring a run up and hand out its handle; on every way out it is shut down and its summary written.
+
+    Raises:
+        ForgeError: a setting, a file, or the log-prob check is wrong; nothing was trained then.
+    """
+    folder = RunFolder.open(config.resume) if config.resume else RunFolder.create(config.output_dir, config.name)
+    folder.write_config(to_yaml(config))
+    run = Run(config, folder)
+    outcome = "failed"
+    try:
+        async with MeshRuntime():
+            try:
+                await run._start()
+                yield run
+                await run._end()
+                outcome = "finished"
+            except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+                outcome = "interrupted"
+                raise
+            except RunFailed as error:
+                resume = run._newest_checkpoint()
+                hint = f" Resume with resume={folder.path}." if resume is not None else " There is no checkpoint yet."
+                raise RunFailed(f"{error}{hint}") from error
+            finally:
+                await run._stop()
+    finally:
+        run._close(outcome)
+
+
+class Run:
+    """The handle of a run. Made by :func:`launch`."""
+
+    def __init__(self, config: Config, folder: RunFolder) -> None:
+        self.config, self.folder = config, folder
+        self.policy: Service
+        self.trainer: ActorHandle
+        self.store: WeightStore
+        self.buffer: RolloutBuffer
+        self.version = 0
+        """Policy version at the start: more than 0 after a resume."""
+        self.console = Console(config.steps, title=f"forge_async  {folder.path.name}", enabled=config.metrics.console)
+        self._events = EventLog(folder.events)
+        self._metrics = MetricsLogger(folder.path, config.metrics)
+        self._recorder = EpisodeRecorder(folder.episodes, config.metrics.episodes_per_step, config.seed)
+        self._tokenizer: Any = None
+        self._idle, self._generated, self._trained = IdleMeter(), RateMeter(), RateMeter()
+        self._loop: AsyncLoop | None = None
+        self._source: PromptSource
+        self._rewards: RewardPool | None = None
+        self._began = self._stepped = time.monotonic()
+        self._steps = 0
+        self._wait_s = 0.0
+        self._status: list[dict[str, Any]] = []
+        self._aborted = 0
+        self._warned_truncated = False
+
+    async def steps(self) -> AsyncIterator[Step]:
+        """Train; yields each optimizer step after it was trained and published. Generation goes on meanwhile."""
+        assert self._loop is not None
+        self._began = self._stepped = time.monotonic()
+        await self._read_status()
+        remaining = self.config.steps - self.version
+        async for step in self._loop.steps(remaining):
+            self._steps += 1
+            self._wait_s += step.wait_s
+            await self._read_status()
+            self._note(step)
+            yield step
+            every = self.config.checkpoint.every_steps
+            if every and step.stats.version % every == 0 and self._steps < remaining:
+                await self.checkpoint()
+
+    async def train(self) -> None:
+        """Train to the end, logging every step."""
+        async for step in self.steps():
+            self.log(step)
+
+    def log(self, step: Step, **more: float) -> None:
+        """Show a step and record it: metrics, sampled episodes, console. ``more`` are metrics of the caller's own."""
+        now = time.monotonic()
+        elapsed, self._stepped = now - self._stepped, now
+        index = step.stats.version
+        generated = sum(self._generated.update(f"{i}", s["generated_tokens"]) for i, s in enumerate(self._status))
+        trained = step.stats.trained_tokens / elapsed
+        idle = [self._idle.window(f"generator {i}") for i in range(len(self._status))]
+        self._metrics.log(
+            index,
+            {
+                "reward": step.reward,
+                "reward_parts": step.reward_parts,
+                "staleness_mean": step.staleness_mean,
+                "staleness_max": step.staleness_max,
+                "episode": {"completion_length": step.completion_length, "truncated": step.truncated},
+                "train": {k: v for k, v in asdict(step.stats).items() if k not in ("version", "skipped")},
+                "tokens_per_s": {"generated": generated, "trained": trained},
+                "buffer": {"ready": self.buffer.depth, "in_flight": self.buffer.in_flight},
+                "idle": {"trainer": step.wait_s / step.wall_s, **{f"generator_{i}": x or 0.0 for i, x in enumerate(idle)}},
+                "time": {"step": step.wall_s, "wait": step.wait_s, "publish": step.publish_s},
+                **more,
+            },
+        )
+        self._recorder.record(index, step.groups, self._tokenizer)
+        self.console.step(
+            StepView(
+                step=index,
+                reward=step.reward,
+                staleness_mean=step.staleness_mean,
+                staleness_max=step.staleness_max,
+                generated_tokens_per_s=generated,
+                trained_tokens_per_s=trained,
+                buffer_ready=self.buffer.depth,
+                buffer_in_flight=self.buffer.in_flight,
+                idle_trainer=step.wait_s / step.wall_s,
+                idle_generators=idle,
+                step_s=elapsed,
+                note="skipped: no token had a loss" if step.stats.skipped else "",
+            )
+        )
+
+    async def checkpoint(self) -> Path:
+        """Save the trainer's state with the data position and the ledger; returns the folder. Old ones are deleted."""
+        assert self._loop is not None
+        version = self._loop.version
+        folder = self.folder.checkpoints / f"version-{version:06d}"
+        self.console.phase(f"saving {folder}")
+        if not (folder / STATE_FILE).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            state = {"version": version, "source": self._source.state(), "ledger": self.buffer.ledger.state()}
+            await self.trainer.call("save_checkpoint", str(folder))
+            temporary = folder / f".{STATE_FILE}"
+            temporary.write_text(json.dumps(state), encoding="utf-8")
+            temporary.replace(folder / STATE_FILE)
+            self._events.write("checkpoint", version=version, folder=str(folder))
+        for old in self._checkpoints()[: -self.config.checkpoint.keep]:
+            shutil.rmtree(old)
+        self.console.phase("")
+        return folder
+
+    # ---- start ----
+
+    async def _start(self) -> None:
+        from transformers import AutoTokenizer
+
+        config, began = self.config, time.monotonic()
+        self.console.__enter__()
+        self._events.write("start", name=self.folder.path.name, resume=bool(config.resume))
+        state = self._read_checkpoint()
+        self.version = state["version"] if state else 0
+        if self.version >= config.steps:
+            raise ConfigError("steps", config.steps, f"more than the checkpoint's version, {self.version}")
+        self._tokenizer = tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        room = config.policy.max_model_len - config.policy.sampling.max_tokens
+        self._source = PromptSource(config.dataset, tokenizer, seed=config.seed, max_prompt_tokens=room)
+        ledger = Ledger()
+        if state:
+            self._source.restore(state["source"], ledger.restore(state["ledger"]))
+        self.buffer = RolloutBuffer(config.buffer, ledger, self.version)
+        placement = plan_placement(config.placement, config.trainer.procs, config.policy.num_replicas)
+
+        self.console.phase("starting the weight store and the reward workers")
+        self.store = await WeightStore.create(config.store)
+        self._rewards = await RewardPool.start(config.reward)
+        self.console.phase("starting the trainer and the policy service: imports take a while")
+        self.trainer, self.policy = await _both(
+            TrainerActor.options(procs=config.trainer.procs, cores=placement.trainer).spawn(
+                config.trainer, config.model.path, store=self.store, total_steps=config.steps, seed=config.seed
+            ),
+            PolicyActor.options(num_replicas=config.policy.num_replicas, cores=placement.policy).as_service(
+                config.policy, config.model.path, store=self.store, seed=config.seed, on_respawn=self._on_respawn
+            ),
+        )
+        await _both(self.trainer.call("setup"), self._set_up_policy())
+        if state:
+            self.console.phase(f"loading version {self.version}")
+            await self.trainer.call("load_checkpoint", str(self._newest_checkpoint()))
+        self.console.phase("publishing the first weights")
+        published = (await self.trainer.call("publish"))[0]
+        self._events.write("published", **published)
+        for report in await self.policy.fan_out("sync", published["version"]):
+            if isinstance(report, BaseException):
+                raise report
+        self._loop = AsyncLoop(
+            config,
+            self.policy,
+            self.trainer,
+            self.buffer,
+            self._source,
+            SingleTurnEnvironment(tokenizer),
+            self._rewards,
+            self._events.write,
+            self.version,
+        )
+        self._loop.tally.digests[self.version] = published["digest"]
+        if config.checks.ratio_samples:
+            self.console.phase("checking that trainer and policy agree on log-probs")
+            report = await check_ratios(config, self.policy, self.trainer, self._source.rows, tokenizer)
+            self._events.write("ratio_check", **report)
+            self.console.print(
+                f"importance ratios of {report['tokens']} fresh tokens: |ratio - 1| at most {report['max_error']:.1e}"
+            )
+        self._events.write("ready", seconds=time.monotonic() - began, version=self.version)
+        self.console.print(f"ready after {time.monotonic() - began:.0f} s")
+
+    async def _set_up_policy(self) -> None:
+        for report in await self.policy.fan_out("setup"):
+            if isinstance(report, BaseException):
+                raise report
+
+    async def _on_respawn(self, handle: ActorHandle) -> None:
+        """A new replica builds its engine and takes the newest published version before it gets requests."""
+        self._events.write("respawned", pids=handle.pids())
+        await handle.call("setup")
+
+    # ---- the end ----
+
+    async def _end(self) -> None:
+        """After the last step of a run that went well."""
+        assert self._loop is not None
+        await self.checkpoint()
+        if self.config.checkpoint.export_hf:
+            target = self.folder.path / "model"
+            self.console.phase(f"exporting the model to {target}")
+            await self.trainer.call("export_hf", str(target))
+
+    async def _stop(self) -> None:
+        if self._loop is not None:
+            self.buffer.close()
+        if self._rewards is not None:
+            with suppress(Exception):  # its processes are ended with the runtime in any case
+                await self._rewards.stop()
+        if hasattr(self, "store"):
+            await self.store.close()
+
+    def _close(self, outcome: str) -> None:
+        self.console.close()
+        self._events.write("end", outcome=outcome)
+        self._events.close()
+        self._metrics.close()
+        self._recorder.close()
+        if self._loop is None:
+            return
+        plot = None
+        if self.config.metrics.plot and self._steps:
+            plot = plot_run(self.folder.metrics, self.folder.plot, title=self.folder.path.name)
+        summary = self.summary()
+        summary.write(self.folder.summary)
+        summary.print(self.folder.summary, plot)
+
+    def summary(self) -> Summary:
+        """The figures of the run so far."""
+        assert self._loop is not None
+        tally, ledger = self._loop.tally, self.buffer.ledger.summary()
+        wall_s = max(self._stepped - self._began, 1e-9)
+        return Summary(
+            steps=self._steps,
+            wall_s=wall_s,
+            rewards=tally.rewards,
+            swaps=tally.swaps,
+            swaps_in_flight=tally.swaps_in_flight,
+            aborted_by_swap=self._aborted,
+            trained_tokens=tally.trained_tokens,
+            tokens_without_version=tally.tokens_without_version,
+            staleness_bound=self.config.buffer.max_staleness,
+            staleness_max=tally.max_staleness,
+            digest_mismatches=tally.digest_mismatches,
+            admitted=ledger["admitted"],
+            trained=ledger["trained"],
+            dropped=ledger["dropped"],
+            idle_trainer=self._wait_s / wall_s,
+            idle_generators=[self._idle.share(f"generator {i}") for i in range(len(self._status))],
+            generated_tokens_per_s=self._generated.total / wall_s,
+            trained_tokens_per_s=tally.trained_tokens / wall_s,
+        )
+
+    # ---- small things ----
+
+    async def _read_status(self) -> None:
+        """Ask every replica for its counters; a replica that is being respawned keeps its last ones."""
+        for index, status in enumerate(await self.policy.fan_out("status", timeout=30.0)):
+            if not isinstance(status, dict):
+                continue
+            if index < len(self._status):
+                self._status[index] = status
+            else:
+                self._status.append(status)
+            self._idle.update(f"generator {index}", status["busy_s"], status["idle_s"])
+        self._aborted = sum(status["aborted"] for status in self._status)
+
+    def _note(self, step: Step) -> None:
+        self._events.write(
+            "step", index=step.index, version=step.stats.version, reward=step.reward, staleness=step.staleness_max
+        )
+        if step.truncated > 0.9 and not self._warned_truncated:
+            self._warned_truncated = True
+            self.console.warn(
+                f"{step.truncated:.0%} of the completions ended at policy.sampling.max_tokens "
+                f"({self.config.policy.sampling.max_tokens}): the task may need longer ones"
+            )
+
+    def _checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        return sorted(path.parent for path in self.folder.checkpoints.glob(f"*/{STATE_FILE}"))
+
+    def _newest_checkpoint(self) -> Path | None:
+        return (self._checkpoints() or [None])[-1]
+
+    def _read_checkpoint(self) -> dict[str, Any] | None:
+        if not self.config.resume:
+            return None
+        newest = self._newest_checkpoint()
+        if newest is None:
+            raise ConfigError("resume", self.config.resume, "a run folder with a complete checkpoint")
+        return json.loads((newest / STATE_FILE).read_text(encoding="utf-8"))
+
+
+async def _both(first: Any, second: Any) -> tuple[Any, Any]:
+    """Await two at once; when one fails the other is cancelled and awaited, and the failure is raised."""
+    tasks = [asyncio.ensure_future(first), asyncio.ensure_future(second)]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    return tasks[0].result(), tasks[1].result()

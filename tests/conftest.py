@@ -1,0 +1,50 @@
+"""Shared fixtures, and the check that the suite leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+pytest_plugins = ["forge_async.testing.models"]
+
+settings.register_profile("suite", database=None, deadline=None)  # no files, and shared machines are slow at times
+settings.load_profile("suite")
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def _children() -> set[int]:
+    """Living processes below this one."""
+    own, parents = os.getpid(), {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = status.read_text()
+        except OSError:
+            continue  # it ended meanwhile
+        fields = text.rpartition(")")[2].split()
+        if fields[0] != "Z":
+            parents[int(status.parent.name)] = int(fields[1])
+    found: set[int] = set()
+    for pid in parents:
+        ancestor = pid
+        while ancestor in parents and ancestor != own:
+            ancestor = parents[ancestor]
+        if ancestor == own and pid != own:
+            found.add(pid)
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """The whole suite leaves no process and no shared-memory segment."""
+    segments = set(SHARED_MEMORY.iterdir())
+    yield
+    left = _children()
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[:200] for pid in left}
+    left -= {pid for pid, name in names.items() if b"resource_tracker" in name}  # Python's own, ends with this process
+    assert not left, f"processes left: {[names[pid] for pid in left]}"
+    assert set(SHARED_MEMORY.iterdir()) <= segments

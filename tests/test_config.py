@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forge_async.config import Config, SFTConfig, load_config, to_yaml
+from forge_async.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: base\nsteps: 7\ntrainer: {optimizer: {lr: 1.0e-3}}\ndataset: {params: {min_terms: 2}}\n")
+    return path
+
+
+def test_the_file_is_read_and_overrides_win(config_file: Path) -> None:
+    config = load_config(config_file, ["trainer.optimizer.lr=1e-4", "dataset.params.max_terms=3"])
+    assert config.steps == 7
+    assert config.trainer.optimizer.lr == 1e-4
+    assert config.dataset.params == {"min_terms": 2, "max_terms": 3}
+
+
+def test_base_files_are_read_first(config_file: Path, tmp_path: Path) -> None:
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("base: run.yaml\nsteps: 9\n")
+    config = load_config(overlay)
+    assert (config.name, config.steps) == ("base", 9)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("dataset.prompt_template={a} = {b}", "{a} = {b}"),
+        ("dataset.prompt_template=x=y=z", "x=y=z"),
+        ("dataset.prompt_template='quoted: text'", "quoted: text"),
+        ('dataset.prompt_template="a\\tb"', "a\tb"),
+        ("dataset.prompt_template=ünï ☃", "ünï ☃"),
+        ("dataset.prompt_template=${not.an.interpolation}", "${not.an.interpolation}"),
+        ("dataset.prompt_template=12", "12"),
+        ("dataset.prompt_template=", ""),
+        ("dataset.system_prompt=", ""),
+        ("dataset.system_prompt=null", None),
+        ("reward.functions=[my_task:right_answer]", ["my_task:right_answer"]),
+        ("reward.functions=['a:b', \"c.d:e\"]", ["a:b", "c.d:e"]),
+        ("placement.trainer_cores=[1, 0]", [1, 0]),
+        ("placement.trainer_cores=null", None),
+    ],
+)
+def test_override_values_arrive_as_written(override: str, value: object) -> None:
+    config = load_config(None, [override])
+    room, field = override.partition("=")[0].split(".")
+    assert getattr(getattr(config, room), field) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "words"),
+    [
+        ("trainer.optmizer.lr=3", "trainer.optmizer.lr", "Did you mean trainer.optimizer.lr?"),
+        ("group_size=3", "group_size", "Did you mean rollout.group_size?"),
+        ("steps=many", "steps", "a whole number"),
+        ("steps=1.5", "steps", "a whole number"),
+        ("metrics.console=1", "metrics.console", "true or false"),
+        ("trainer.optimizer.lr=fast", "trainer.optimizer.lr", "a number"),
+        ("trainer=3", "trainer", "optimizer"),
+        ("reward.functions=a:b", "reward.functions", "a list"),
+        ("buffer.max_staleness=-1", "buffer.max_staleness", "0 (synchronous) or more"),
+        ("trainer.optimizer.betas=[0.9]", "trainer.optimizer.betas", "two numbers"),
+        ("dataset.examples=[{prompt: hi}]", "dataset.examples[0].answer", "not empty"),
+        ("dataset.examples=[{prompt: hi, answer: a, mood: b}]", "dataset.examples", "prompt, answer"),
+        ("policy.sampling.max_tokens=5000", "policy.sampling.max_tokens", "less than max_model_len (1024)"),
+        ("policy.max_model_len=9000", "trainer.max_sequence_tokens", "at least policy.max_model_len (9000)"),
+        ("policy.dtype=bfloat16", "checks.ratio_tolerance", "at least 0.01"),
+        ("model.prepare=sft", "model.warmup_config", "a YAML file"),
+        ("steps", "steps", "key=value"),
+    ],
+)
+def test_errors_name_key_value_and_what_is_allowed(override: str, key: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert caught.value.key == key
+    assert words in str(caught.value)
+
+
+def test_a_missing_file_names_the_others(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.yaml"):
+        load_config(config_file.with_name("rnu.yaml"))
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "steps: 3\nunknown: {a: 1}\n"])
+def test_unusable_files_are_errors(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        load_config(path)
+
+
+def test_the_printed_tree_loads_again(config_file: Path, tmp_path: Path) -> None:
+    config = load_config(config_file, ["dataset.examples=[{prompt: '1+1=', answer: '2'}]", "dataset.system_prompt="])
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(to_yaml(config))
+    assert load_config(printed) == config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_loads(path: Path) -> None:
+    load_config(path, schema=SFTConfig if path.stem.startswith("sft") else Config)

@@ -211,8 +211,15 @@ def show(command: list[str], env: Mapping[str, str]) -> subprocess.CompletedProc
 
 
 def create_venv(venv: Path) -> None:
-    """A fresh venv with pip, whatever was there before."""
-    result = call([sys.executable, "-m", "venv", "--clear", str(venv)], os.environ)
+    """A fresh venv with pip, whatever was there before but the stamp, which keeps saying that it is unfinished."""
+    for entry in venv.iterdir():
+        if entry.name == STAMP:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    result = call([sys.executable, "-m", "venv", str(venv)], os.environ)
     if result.returncode:
         raise SetupError(
             f"the virtual environment {venv} could not be made (on Debian and Ubuntu: apt install python3.11-venv).\n"
@@ -296,8 +303,7 @@ def setup(venv: Path, extra: str) -> bool:
         )
         venv.mkdir(parents=True, exist_ok=True)
         write_stamp(venv, UNFINISHED)
-        create_venv(venv)  # clears the folder: the mark is put back at once
-        write_stamp(venv, UNFINISHED)
+        create_venv(venv)
         install(venv, extra, compilers)
         print("  Byte-compiling", flush=True)
         compile_packages(venv)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from forge_async.trainer.config import TrainerConfig
 from forge_async.trainer.logprobs import Predictions
 from forge_async.trainer.loss import TokenSums, cross_entropy_loss, grpo_loss
 from forge_async.trainer.model import model_spec, read_hf_config
-from forge_async.trainer.packing import PackedRow, pack
+from forge_async.trainer.packing import PackedRow, pack, plain_row
 from forge_async.trainer.segments import attention_layout
 from forge_async.types import StepStats, TrainingSequence
 
@@ -104,7 +105,8 @@ class TrainerEngine:
 
     def _titan_settings(self) -> tuple[Any, Any]:
         if self.world_size == 1:
-            for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+            alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+            for name, value in alone.items():
                 os.environ.setdefault(name, value)
         parallel = titan.ParallelismConfig(
             data_parallel_shard_degree=self.config.parallelism.dp_shard,
@@ -214,6 +216,30 @@ class TrainerEngine:
             result = np.split(flat.cpu().numpy(), cuts)
         return result
 
+    @torch.no_grad()
+    def sample(self, prompts: list[np.ndarray], max_tokens: int, stop_ids: list[int], seed: int) -> list[np.ndarray]:
+        """Completions sampled at temperature 1, int32, the stop token included. Collective.
+
+        Without a KV cache: for measuring a small model, not for rollouts. Every rank samples the same from the same seed.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        sampled: list[list[int]] = [[] for _ in prompts]
+        running = list(range(len(prompts)))
+        for _ in range(max_tokens):
+            texts = [np.concatenate([prompts[index], np.asarray(sampled[index], dtype=np.int64)]) for index in running]
+            chosen: list[int] = []
+            for row, last in _sampling_rows(texts, self.config.micro_batch_tokens):
+                tokens, positions, masks = self._inputs(row)
+                logits = self.model(tokens, positions=positions, attention_masks=masks)[0]
+                probability = torch.softmax(logits[last.to(self.device)].float(), dim=-1).cpu()
+                chosen.extend(torch.multinomial(probability, 1, generator=generator)[:, 0].tolist())
+            for index, token in zip(running, chosen, strict=True):
+                sampled[index].append(token)
+            running = [index for index in running if sampled[index][-1] not in stop_ids]
+            if not running:
+                break
+        return [np.asarray(tokens, dtype=np.int32) for tokens in sampled]
+
     def _rows(self, sequences: list[TrainingSequence], every_token: bool = False) -> list[PackedRow]:
         for sequence in sequences:
             if len(sequence.token_ids) > self.max_sequence_tokens:
@@ -232,14 +258,7 @@ class TrainerEngine:
 
     def _forward(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of the row's predictions, float32 [K] each."""
-        tokens = torch.from_numpy(row.token_ids).to(self.device)[None]
-        positions = torch.from_numpy(row.positions).to(self.device)[None]
-        if self._attention == "segments":
-            masks = attention_layout(row.segments).to(self.device)
-        else:
-            from torchtitan.models.common.attention import create_varlen_metadata_for_document
-
-            masks = create_varlen_metadata_for_document(positions)
+        tokens, positions, masks = self._inputs(row)
         self.model.lm_head.predictions = Predictions(
             source_K=torch.from_numpy(row.source).to(self.device),
             label_K=torch.from_numpy(row.label).to(self.device),
@@ -251,6 +270,14 @@ class TrainerEngine:
         finally:
             self.model.lm_head.predictions = None
         return output[0], output[1]
+
+    def _inputs(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Token ids [1, T], positions [1, T] and what the inner attention takes as its masks."""
+        tokens = torch.from_numpy(row.token_ids).to(self.device)[None]
+        positions = torch.from_numpy(row.positions).to(self.device)[None]
+        if self._attention == "segments":
+            return tokens, positions, attention_layout(row.segments).to(self.device)
+        return tokens, positions, titan.create_varlen_metadata_for_document(positions)
 
     def _reduce(self, totals: dict[str, float], ratio_max: float) -> tuple[dict[str, float], float]:
         if self.world_size == 1:
@@ -290,6 +317,14 @@ class TrainerEngine:
     def _checkpoint_state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizers, "schedule": self.schedulers}
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (picklable), by rank. Collective."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
     def _barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
@@ -298,6 +333,18 @@ class TrainerEngine:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _sampling_rows(texts: list[np.ndarray], token_budget: int) -> Iterator[tuple[PackedRow, torch.Tensor]]:
+    """Rows of whole texts in order, each with the row indices of their last tokens."""
+    start = 0
+    while start < len(texts):
+        stop, tokens = start + 1, len(texts[start])
+        while stop < len(texts) and tokens + len(texts[stop]) <= token_budget:
+            tokens += len(texts[stop])
+            stop += 1
+        yield plain_row(texts[start:stop]), torch.from_numpy(np.cumsum([len(text) for text in texts[start:stop]]) - 1)
+        start = stop
 
 
 def _device(config: TrainerConfig) -> torch.device:

@@ -14,8 +14,10 @@ from forge_async.errors import require
 
 @dataclass(frozen=True)
 class LossConfig:
-    """GRPO's clipped surrogate."""
+    """GRPO's advantages and clipped surrogate."""
 
+    normalize_std: bool = True
+    """Divide advantages by their group's standard deviation (GRPO); false leaves them centred only (Dr. GRPO)."""
     clip_low: float = 0.2
     """The ratio is clipped from below at ``1 - clip_low``."""
     clip_high: float = 0.2

@@ -210,10 +210,18 @@ def _row(sequences: list[TrainingSequence], masks: list[np.ndarray], units: list
     )
 
 
+def plain_row(texts: list[np.ndarray]) -> PackedRow:
+    """Whole texts one after another, no predictions."""
+    nothing = {name: np.zeros(0, dtype=dtype) for name, dtype in _PREDICTION_FIELDS.items()}
+    starts = np.cumsum([0, *(len(text) for text in texts[:-1])])
+    segments = tuple(Segment(int(start), len(text)) for start, text in zip(starts, texts, strict=True))
+    positions = np.concatenate([np.arange(len(text)) for text in texts])
+    return PackedRow(np.concatenate(texts).astype(np.int64), positions, segments, **nothing)
+
+
 def _empty_row() -> PackedRow:
     """One token, no prediction: keeps a rank's collectives in step with the others'."""
-    nothing = {name: np.zeros(0, dtype=dtype) for name, dtype in _PREDICTION_FIELDS.items()}
-    return PackedRow(np.zeros(1, np.int64), np.zeros(1, np.int64), (Segment(0, 1),), **nothing)
+    return plain_row([np.zeros(1, dtype=np.int64)])
 
 
 _PREDICTION_FIELDS = {

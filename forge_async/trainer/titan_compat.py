@@ -32,7 +32,7 @@ from torchtitan.config import CommConfig, CompileConfig, DebugConfig, Parallelis
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as distributed_utils  # noqa: E402
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm  # noqa: E402
-from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
+from torchtitan.models.common.attention import VarlenAttention, create_varlen_metadata_for_document  # noqa: E402
 from torchtitan.models.common.config_utils import (  # noqa: E402
     make_ffn_config,
     make_gqa_config,
@@ -81,6 +81,7 @@ __all__ = [
     "SegmentAttention",
     "TrainingConfig",
     "VarlenAttention",
+    "create_varlen_metadata_for_document",
     "default_adamw",
     "distributed_utils",
     "make_ffn_config",

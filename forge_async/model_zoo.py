@@ -154,6 +154,7 @@ def _prepare_atomically(
                 progress(f"{folder}: already complete")
                 return folder
             started = time.monotonic()
+            _quiet_transformers()
             progress(f"{folder}: preparing {recipe['name']}")
             part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
             try:
@@ -195,6 +196,13 @@ def _holds(folder: Path, recipe: dict[str, Any]) -> bool:
     if any(folder.iterdir()):
         raise ForgeError(f"{folder} is not empty and was not made by model_zoo. Choose another folder, or remove it.")
     return False
+
+
+def _quiet_transformers() -> None:
+    """No progress bars: ``progress`` says what happens."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _sync_to_disk(file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -78,6 +79,16 @@ class PromptSource(Iterator[Prompt]):
             raise StopIteration(f"{self.config.epochs} epoch{plural} of {len(self.rows)} rows ({_title(self.config)})")
         self._next += 1
         return self._prompt(self._next - 1)
+
+    def preview(self, count: int) -> list[Prompt]:
+        """The first ``count`` prompts of the order that fit (fewer when an epoch has fewer), without issuing them."""
+        prompts: list[Prompt] = []
+        for occurrence in range(len(self.rows)):
+            if len(prompts) == count:
+                break
+            with contextlib.suppress(PromptTooLong):
+                prompts.append(self._prompt(occurrence))
+        return prompts
 
     def state(self) -> dict[str, Any]:
         """Where it stands, as plain JSON data. Prompts whose fate is open are the ledger's to remember."""

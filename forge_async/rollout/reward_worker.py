@@ -75,7 +75,7 @@ class _FailureCount:
 class RewardPool:
     """Workers that score one request each at a time; a worker that exceeds the time limit is killed and replaced.
 
-    Made by :meth:`start` inside a ``MeshRuntime``.
+    Made by :meth:`create` inside a ``MeshRuntime``.
     """
 
     def __init__(self, config: RewardConfig, workers: list[Service]) -> None:
@@ -97,7 +97,7 @@ class RewardPool:
         return dict(self._count.failed)
 
     @classmethod
-    async def start(cls, config: RewardConfig, cores: list[int] | None = None) -> RewardPool:
+    async def create(cls, config: RewardConfig, cores: list[int] | None = None) -> RewardPool:
         """Spawn ``num_workers`` workers on ``cores`` (None: not pinned). Imports every function in each of them.
 
         Raises:

@@ -1,0 +1,394 @@
+"""Admission, batches and the staleness bound; the schedules are drawn by hypothesis or written out by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge_async.buffer import BufferConfig, PromptTooLong, RolloutBuffer
+from forge_async.errors import ConfigError, ForgeError, RunFailed
+from forge_async.types import Completion, Episode, Group, Prompt, Turn
+
+
+def make_prompt(name: str) -> Prompt:
+    return Prompt(name, (), np.zeros(1, np.int32))
+
+
+def prompts(count: int | None = None) -> Iterator[Prompt]:
+    for index in itertools.count() if count is None else range(count):
+        yield make_prompt(f"p{index}")
+
+
+def make_group(prompt: Prompt, version: int = 0, size: int = 2, rewards: tuple[float, ...] = ()) -> Group:
+    """``size`` episodes of one token each, made by ``version``."""
+    ids = np.array([7], np.int32)
+    versions = np.array([version], np.int32)
+    completion = Completion(ids, ids, np.zeros(1, np.float32), versions, versions, "stop")
+    values = rewards or tuple(float(index) for index in range(size))
+    name = prompt.prompt_id
+    return Group(prompt, tuple(Episode(f"{name}.{i}", name, (Turn(completion),), r) for i, r in enumerate(values)))
+
+
+def at_once(coroutine):
+    """The result of a coroutine that has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it waits")
+
+
+def would_wait(coroutine) -> bool:
+    """Only inside a running loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return False
+    coroutine.close()
+    return True
+
+
+def new_buffer(**config) -> RolloutBuffer:
+    return RolloutBuffer(BufferConfig(**config))
+
+
+# --- the bound
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    staleness=st.integers(0, 4),
+    size=st.integers(1, 3),
+    start=st.integers(0, 3),
+    choices=st.lists(st.tuples(st.sampled_from("aafffdttv"), st.integers(0, 99)), max_size=150),
+)
+def test_no_schedule_breaks_the_bound_or_blocks(staleness, size, start, choices):
+    """Admissions, finishes in any order, drops, steps, and a policy that lags behind the trainer as it likes.
+
+    The token of a group has the version that the policy had at admission, the oldest possible.
+    """
+    config = BufferConfig(max_staleness=staleness, groups_per_step=size, max_consecutive_drops=10**6)
+    buffer = RolloutBuffer(config, version=start)
+    source = prompts()
+    running: dict[str, tuple[Prompt, int]] = {}
+    admitted = trained = dropped = 0
+
+    def step() -> bool:
+        nonlocal trained
+        batch = buffer.take()
+        if not batch:
+            return False
+        assert len(batch) == size
+        assert all(buffer.trainer_version - group.oldest_version <= staleness for group in batch)
+        buffer.trained(batch, buffer.trainer_version + 1)
+        trained += len(batch)
+        return True
+
+    def finish(name: str) -> None:
+        prompt, version = running.pop(name)
+        assert buffer.finish(make_group(prompt, version))
+
+    def admit() -> None:
+        nonlocal admitted
+        prompt = at_once(buffer.admit(source))
+        running[prompt.prompt_id] = (prompt, buffer.policy_version)
+        admitted += 1
+
+    for action, number in choices:
+        names = sorted(running)
+        if action == "a" and buffer.room:
+            admit()
+        elif action == "f" and names:
+            finish(names[number % len(names)])
+        elif action == "d" and names:
+            name = names[number % len(names)]
+            del running[name]
+            buffer.drop(name, "failed")
+            dropped += 1
+        elif action == "t":
+            step()
+        elif action == "v":
+            lag = buffer.trainer_version - buffer.policy_version
+            buffer.advance(buffer.trainer_version - number % (lag + 1))
+        assert buffer.open <= config.capacity
+        assert buffer.ledger.balanced
+        assert buffer.ledger.summary() == {
+            "admitted": admitted,
+            "trained": trained,
+            "dropped": {"failed": dropped} if dropped else {},
+        }
+    # From anywhere: let everything end and the policy catch up, and steps go on for ever.
+    for _ in range(staleness + 3):
+        buffer.advance(buffer.trainer_version)
+        while buffer.room:
+            admit()
+        for name in sorted(running):
+            finish(name)
+        assert step()
+    assert "stale" not in buffer.ledger.dropped
+    assert buffer.max_staleness_seen <= staleness
+
+
+def test_a_straggler_is_waited_for_only_when_the_bound_needs_it():
+    """max_staleness 2, one group per step: a slow prompt is overtaken twice, and then the trainer waits for it."""
+    buffer = new_buffer(max_staleness=2, groups_per_step=1)
+    source = prompts()
+    slow = at_once(buffer.admit(source))
+    for version in (0, 1):
+        other = at_once(buffer.admit(source))
+        buffer.finish(make_group(other, version))
+        batch = buffer.take()
+        assert [group.prompt for group in batch] == [other]
+        buffer.trained(batch, version + 1)
+        buffer.advance(version + 1)
+    other = at_once(buffer.admit(source))
+    buffer.finish(make_group(other, 2))
+    assert buffer.take() == []
+    buffer.finish(make_group(slow, 0))
+    assert [group.prompt for group in buffer.take()] == [slow]
+    assert buffer.max_staleness_seen == 2
+
+
+def test_two_stragglers_are_not_left_for_one_batch():
+    """Of three prompts at version 0 with one group per step, versions 0, 1 and 2 train one each: the second step may not
+    take a newer prompt, or two would be left for version 2."""
+    buffer = new_buffer(max_staleness=2, groups_per_step=1)
+    source = prompts()
+    first = [at_once(buffer.admit(source)) for _ in range(3)]
+    assert buffer.room == 0
+    buffer.finish(make_group(first[2]))
+    buffer.trained(buffer.take(), 1)
+    buffer.advance(1)
+    newer = at_once(buffer.admit(source))
+    buffer.finish(make_group(newer, 1))
+    assert buffer.take() == []
+    buffer.drop(first[0].prompt_id, "failed")
+    assert [group.prompt for group in buffer.take()] == [newer]
+
+
+async def test_synchronous_training_admits_nothing_until_the_policy_is_on_the_new_version():
+    buffer = new_buffer(max_staleness=0, groups_per_step=2)
+    source = prompts()
+    batch_prompts = [at_once(buffer.admit(source)) for _ in range(2)]
+    assert would_wait(buffer.admit(source))
+    for prompt in batch_prompts:
+        buffer.finish(make_group(prompt, 0))
+    batch = buffer.take()
+    assert would_wait(buffer.admit(source))
+    buffer.trained(batch, 1)
+    assert would_wait(buffer.admit(source))
+    buffer.advance(0)
+    assert would_wait(buffer.admit(source))
+    buffer.advance(1)
+    assert at_once(buffer.admit(source)).prompt_id == "p2"
+
+
+def test_a_lagging_policy_costs_admission_one_step_of_groups_per_version():
+    buffer = new_buffer(max_staleness=2, groups_per_step=2)
+    source = prompts()
+    for version in (1, 2):
+        for _ in range(2):
+            buffer.finish(make_group(at_once(buffer.admit(source))))
+        buffer.trained(buffer.take(), version)
+        assert buffer.room == (3 - version) * 2
+    with pytest.raises(ForgeError, match="policy cannot be at version 3"):
+        buffer.advance(3)
+
+
+def test_the_gate_drops_tokens_older_than_their_admission():
+    buffer = RolloutBuffer(BufferConfig(max_staleness=1, groups_per_step=1), version=5)
+    source = prompts()
+    stale, fresh = at_once(buffer.admit(source)), at_once(buffer.admit(source))
+    buffer.finish(make_group(stale, 3))
+    assert buffer.take() == []
+    assert dict(buffer.ledger.dropped) == {"stale": 1}
+    buffer.finish(make_group(fresh, 4))
+    assert len(buffer.take()) == 1
+
+
+# --- fates
+
+
+def test_small_failed_and_uniform_groups_are_dropped_with_their_reason():
+    buffer = new_buffer(max_staleness=3, min_group_size=2, drop_uniform_groups=True)
+    source = prompts()
+    for size, rewards in ((0, ()), (1, (1.0,)), (3, (0.5, 0.5, 0.5))):
+        assert not buffer.finish(make_group(at_once(buffer.admit(source)), size=size, rewards=rewards))
+    assert buffer.finish(make_group(at_once(buffer.admit(source)), rewards=(0.0, 1.0)))
+    assert dict(buffer.ledger.dropped) == {"failed": 1, "group_too_small": 1, "uniform_reward": 1}
+    assert buffer.depth == 1
+
+
+def test_finishing_twice_or_unknown_is_an_error():
+    buffer = new_buffer()
+    prompt = at_once(buffer.admit(prompts()))
+    buffer.finish(make_group(prompt))
+    with pytest.raises(ForgeError, match="p0 was finished twice"):
+        buffer.finish(make_group(prompt))
+    with pytest.raises(ForgeError, match="x was finished without being open"):
+        buffer.finish(make_group(make_prompt("x")))
+
+
+def test_a_skipped_step_gives_back_its_slots_and_drops_its_groups():
+    buffer = new_buffer(max_staleness=0, groups_per_step=1)
+    source = prompts()
+    buffer.finish(make_group(at_once(buffer.admit(source))))
+    buffer.trained(buffer.take(), 0)
+    assert dict(buffer.ledger.dropped) == {"skipped_step": 1} and buffer.ledger.trained == 0
+    assert at_once(buffer.admit(source)).prompt_id == "p1"
+
+
+def test_trained_must_match_what_was_handed_out():
+    buffer = new_buffer(groups_per_step=1)
+    source = prompts()
+    for _ in range(2):
+        buffer.finish(make_group(at_once(buffer.admit(source))))
+    batch = buffer.take()
+    with pytest.raises(ForgeError, match="not reported"):
+        buffer.take()
+    with pytest.raises(ForgeError, match="p7"):
+        buffer.trained([make_group(make_prompt("p7"))], 1)
+    with pytest.raises(ForgeError, match="version 0 to 2"):
+        buffer.trained(batch, 2)
+    buffer.trained(batch, 1)
+    assert buffer.ledger.trained == 1
+
+
+def test_overlong_prompts_are_counted_and_skipped():
+    class Source:
+        def __init__(self) -> None:
+            self.names = iter(["long", "fits"])
+
+        def __next__(self) -> Prompt:
+            name = next(self.names)
+            if name == "long":
+                raise PromptTooLong(name, "too long")
+            return make_prompt(name)
+
+    buffer = new_buffer()
+    assert at_once(buffer.admit(Source())).prompt_id == "fits"
+    assert dict(buffer.ledger.dropped) == {"prompt_too_long": 1}
+    assert buffer.ledger.fate("long") == "dropped (prompt_too_long)"
+
+
+def test_drops_without_end_fail_the_run():
+    buffer = new_buffer(max_consecutive_drops=3)
+    source = prompts()
+    for _ in range(3):
+        buffer.drop(at_once(buffer.admit(source)).prompt_id, "failed")
+    with pytest.raises(RunFailed, match=r"3 prompts in a row .* failed 3"):
+        at_once(buffer.admit(source))
+
+
+# --- the async shell
+
+
+async def run_producers(buffer: RolloutBuffer, source: Iterator[Prompt], count: int) -> None:
+    async def produce() -> None:
+        while (prompt := await buffer.admit(source)) is not None:
+            version = buffer.policy_version
+            await asyncio.sleep(0)
+            buffer.finish(make_group(prompt, version))
+
+    await asyncio.gather(*(produce() for _ in range(count)))
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize(("count", "batches"), [(12, [4, 4, 4]), (10, [4, 4, 2]), (3, [3]), (0, [])])
+async def test_a_dataset_that_ends_is_trained_to_its_last_prompt(staleness, count, batches):
+    buffer = new_buffer(max_staleness=staleness, groups_per_step=4)
+    producers = asyncio.create_task(run_producers(buffer, prompts(count), 5))
+    sizes = []
+    async with asyncio.timeout(20):
+        async for batch in buffer.batches(lambda: len(sizes)):
+            sizes.append(len(batch))
+            buffer.trained(batch, len(sizes))
+            buffer.advance(len(sizes))
+        await producers
+    assert sizes == batches
+    assert buffer.ledger.summary() == {"admitted": count, "trained": count, "dropped": {}}
+    assert buffer.ended == "dataset ended"
+
+
+async def test_a_partial_batch_can_be_dropped():
+    buffer = new_buffer(groups_per_step=4, train_partial_batch=False)
+    producers = asyncio.create_task(run_producers(buffer, prompts(6), 8))
+    steps = 0
+    async with asyncio.timeout(20):
+        async for batch in buffer.batches():
+            steps += 1
+            buffer.trained(batch, steps)
+            buffer.advance(steps)
+        await producers
+    assert steps == 1
+    assert buffer.ledger.summary() == {"admitted": 6, "trained": 4, "dropped": {"partial_batch": 2}}
+
+
+async def test_closing_wakes_everyone_and_decides_every_fate():
+    buffer = new_buffer(max_staleness=0, groups_per_step=2)
+    source = prompts()
+    first, second = await buffer.admit(source), await buffer.admit(source)
+    blocked = [asyncio.create_task(buffer.admit(source)) for _ in range(3)]
+
+    async def consume() -> int:
+        return len([batch async for batch in buffer.batches()])
+
+    consumer = asyncio.create_task(consume())
+    await asyncio.sleep(0)
+    buffer.finish(make_group(first))
+    buffer.close("run_ended")
+    async with asyncio.timeout(20):
+        assert await asyncio.gather(*blocked) == [None] * 3
+        assert await consumer == 0
+    assert not buffer.finish(make_group(second))
+    buffer.drop(second.prompt_id, "failed")
+    assert buffer.ledger.summary() == {"admitted": 2, "trained": 0, "dropped": {"run_ended": 2}}
+    assert buffer.ledger.balanced and buffer.ledger.in_flight == 0
+
+
+async def test_closing_can_leave_the_batch_in_training_to_be_reported():
+    buffer = new_buffer(max_staleness=1, groups_per_step=1)
+    source = prompts()
+    first, _ = await buffer.admit(source), await buffer.admit(source)
+    buffer.finish(make_group(first))
+    batch = buffer.take()
+    buffer.close(keep_batch=True)
+    assert buffer.ledger.in_flight == 1
+    buffer.trained(batch, 1)
+    assert buffer.ledger.summary() == {"admitted": 2, "trained": 1, "dropped": {"run_ended": 1}}
+
+
+async def test_a_failure_reaches_the_trainer_and_the_producers():
+    buffer = new_buffer(max_staleness=0, groups_per_step=1)
+    source = prompts()
+    await buffer.admit(source)
+    blocked = asyncio.create_task(buffer.admit(source))
+    consumer = asyncio.create_task(anext(buffer.batches()))
+    await asyncio.sleep(0)
+    buffer.fail(RunFailed("the first cause"))
+    buffer.fail(RunFailed("a later one"))
+    async with asyncio.timeout(20):
+        for task in (blocked, consumer):
+            with pytest.raises(RunFailed, match="the first cause"):
+                await task
+
+
+async def test_a_trainer_at_another_version_than_reported_is_an_error():
+    buffer = new_buffer(groups_per_step=1)
+    buffer.finish(make_group(await buffer.admit(prompts())))
+    with pytest.raises(ForgeError, match="trainer is at version 4"):
+        await anext(buffer.batches(lambda: 4))
+
+
+def test_config_names_key_value_and_range():
+    with pytest.raises(ConfigError, match=r"max_staleness = -1: must be 0"):
+        BufferConfig(max_staleness=-1)
+    with pytest.raises(ConfigError, match="groups_per_step = 0"):
+        BufferConfig(groups_per_step=0)
+    assert BufferConfig(max_staleness=2, groups_per_step=8).capacity == 24

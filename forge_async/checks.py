@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from forge_async.buffer import PromptTooLong
 from forge_async.config import Config
 from forge_async.errors import RunFailed
 from forge_async.mesh import ActorHandle, Service
-from forge_async.rollout.datasets import PromptSource
+from forge_async.rollout.datasets import PromptSource, Row
 from forge_async.types import Completion, Prompt, TrainingSequence
 
 
-async def check_ratios(config: Config, policy: Service, trainer: ActorHandle, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def fresh_prompts(config: Config, tokenizer: Any, rows: Sequence[Row], max_prompt_tokens: int) -> list[Prompt]:
+    """The first ``checks.ratio_samples`` prompts that fit, drawn apart from the run's own order."""
+    source = PromptSource(config.dataset, tokenizer, config.seed, max_prompt_tokens, rows)
+    prompts: list[Prompt] = []
+    for _ in range(10 * config.checks.ratio_samples):
+        if len(prompts) == config.checks.ratio_samples:
+            break
+        try:
+            prompts.append(next(source))
+        except PromptTooLong:
+            continue  # the run itself drops it with its reason
+        except StopIteration:
+            break
+    return prompts
+
+
+async def check_ratios(
+    config: Config, policy: Service, trainer: ActorHandle, prompts: Sequence[Prompt]
+) -> dict[str, Any]:
     """Sample with the policy, score with the trainer, and compare: with unchanged weights every importance ratio is 1.
 
     Returns:

@@ -296,7 +296,7 @@ def _set(tree: DictConfig, key: str, value: Any, keys: dict[str, Any]) -> None:
         value = _as_float(value)
     refused = ConfigError(key, value, allowed)
     if (kind is int and isinstance(value, bool | float | str)) or (
-        kind is bool and not isinstance(value, bool) or (_is_text(kind) and not isinstance(value, str | None))
+        (kind is bool and not isinstance(value, bool)) or (_is_text(kind) and not isinstance(value, str | None))
     ):
         raise refused
     try:
@@ -342,7 +342,11 @@ def _build(node: DictConfig, prefix: str) -> Any:
     for item in dataclasses.fields(kind):
         child = node._get_node(item.name)
         name = f"{prefix}.{item.name}" if prefix else item.name
-        if isinstance(child, DictConfig) and not child._is_none() and dataclasses.is_dataclass(OmegaConf.get_type(child)):
+        if (
+            isinstance(child, DictConfig)
+            and not child._is_none()
+            and dataclasses.is_dataclass(OmegaConf.get_type(child))
+        ):
             values[item.name] = _build(child, name)
         elif isinstance(child, ListConfig) and not child._is_none():
             elements = [child._get_node(i) for i in range(len(child))]

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from forge_async.buffer import Ledger, RolloutBuffer
-from forge_async.checks import check_ratios
+from forge_async.checks import check_ratios, fresh_prompts
 from forge_async.config import Config, to_yaml
-from forge_async.errors import ConfigError, ForgeError, RunFailed
+from forge_async.errors import ConfigError, RunFailed
 from forge_async.loop import AsyncLoop, Step
 from forge_async.mesh import ActorHandle, MeshRuntime, Service, plan_placement
 from forge_async.observability import (
@@ -43,9 +43,7 @@ from forge_async.rollout.environment import SingleTurnEnvironment
 from forge_async.rollout.reward_worker import RewardPool
 from forge_async.store import WeightStore
 from forge_async.trainer.actor import TrainerActor
-
-STATE_FILE = "forge_async.json"
-"""In a checkpoint folder, written last: the version, the data position and the ledger. A folder with it is complete."""
+from forge_async.trainer.checkpoint import META_FILE
 
 
 @asynccontextmanager
@@ -146,7 +144,10 @@ class Run:
                 "train": {k: v for k, v in asdict(step.stats).items() if k not in ("version", "skipped")},
                 "tokens_per_s": {"generated": generated, "trained": trained},
                 "buffer": {"ready": self.buffer.depth, "in_flight": self.buffer.in_flight},
-                "idle": {"trainer": step.wait_s / step.wall_s, **{f"generator_{i}": x or 0.0 for i, x in enumerate(idle)}},
+                "idle": {
+                    "trainer": step.wait_s / step.wall_s,
+                    **{f"generator_{i}": x or 0.0 for i, x in enumerate(idle)},
+                },
                 "time": {"step": step.wall_s, "wait": step.wait_s, "publish": step.publish_s},
                 **more,
             },
@@ -175,13 +176,9 @@ class Run:
         version = self._loop.version
         folder = self.folder.checkpoints / f"version-{version:06d}"
         self.console.phase(f"saving {folder}")
-        if not (folder / STATE_FILE).exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            state = {"version": version, "source": self._source.state(), "ledger": self.buffer.ledger.state()}
-            await self.trainer.call("save_checkpoint", str(folder))
-            temporary = folder / f".{STATE_FILE}"
-            temporary.write_text(json.dumps(state), encoding="utf-8")
-            temporary.replace(folder / STATE_FILE)
+        if not folder.exists():
+            state = {"source": self._source.state(), "ledger": self.buffer.ledger.state()}
+            await self.trainer.call("save_checkpoint", str(folder), state)
             self._events.write("checkpoint", version=version, folder=str(folder))
         for old in self._checkpoints()[: -self.config.checkpoint.keep]:
             shutil.rmtree(old)
@@ -206,12 +203,13 @@ class Run:
         ledger = Ledger()
         if state:
             self._source.restore(state["source"], ledger.restore(state["ledger"]))
+        samples = fresh_prompts(config, tokenizer, self._source.rows, room)
         self.buffer = RolloutBuffer(config.buffer, ledger, self.version)
         placement = plan_placement(config.placement, config.trainer.procs, config.policy.num_replicas)
 
         self.console.phase("starting the weight store and the reward workers")
         self.store = await WeightStore.create(config.store)
-        self._rewards = await RewardPool.start(config.reward)
+        self._rewards = await RewardPool.create(config.reward)
         self.console.phase("starting the trainer and the policy service: imports take a while")
         self.trainer, self.policy = await _both(
             TrainerActor.options(procs=config.trainer.procs, cores=placement.trainer).spawn(
@@ -221,6 +219,8 @@ class Run:
                 config.policy, config.model.path, store=self.store, seed=config.seed, on_respawn=self._on_respawn
             ),
         )
+        pids = [pid for replica in self.policy.replicas for pid in replica.pids]
+        self._events.write("started", trainer=self.trainer.pids(), policy=pids)
         await _both(self.trainer.call("setup"), self._set_up_policy())
         if state:
             self.console.phase(f"loading version {self.version}")
@@ -243,9 +243,9 @@ class Run:
             self.version,
         )
         self._loop.tally.digests[self.version] = published["digest"]
-        if config.checks.ratio_samples:
+        if samples:
             self.console.phase("checking that trainer and policy agree on log-probs")
-            report = await check_ratios(config, self.policy, self.trainer, self._source.rows, tokenizer)
+            report = await check_ratios(config, self.policy, self.trainer, samples)
             self._events.write("ratio_check", **report)
             self.console.print(
                 f"importance ratios of {report['tokens']} fresh tokens: |ratio - 1| at most {report['max_error']:.1e}"
@@ -351,7 +351,7 @@ class Run:
 
     def _checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        return sorted(path.parent for path in self.folder.checkpoints.glob(f"*/{STATE_FILE}"))
+        return sorted(path.parent for path in self.folder.checkpoints.glob(f"version-*/{META_FILE}"))
 
     def _newest_checkpoint(self) -> Path | None:
         return (self._checkpoints() or [None])[-1]
@@ -362,7 +362,8 @@ class Run:
         newest = self._newest_checkpoint()
         if newest is None:
             raise ConfigError("resume", self.config.resume, "a run folder with a complete checkpoint")
-        return json.loads((newest / STATE_FILE).read_text(encoding="utf-8"))
+        state = json.loads((newest / META_FILE).read_text(encoding="utf-8"))
+        return state["extra"] | {"version": state["version"]}
 
 
 async def _both(first: Any, second: Any) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ not when the prompt is trained. (I) holds at the start (nothing is open), and ea
 
 * *Admission* adds a prompt with stamp w, and no stamp is newer than w: for x < w nothing changes, and for x >= w the
   left side is the number of open prompts. So it is allowed only while ``open < (w + S + 1 - u) * G``: the bound
-  ``(S + 1) * G``, less G for every version by which generators lag behind the trainer.
+  ``(S + 1) * G``, less G for every version by which generators lag behind the trainer. (``max_open_groups`` only lowers it.)
 * *A drop* only lowers D. *The policy advances*: w is not in (I).
 * *A step* trains a batch and turns u into u + 1, which lowers every right side by G. A batch may therefore leave only once
   it holds, for every x, at least ``D(x) - (x + S - u) * G`` prompts with stamp <= x. By (I) that is at most G. Batches take the
@@ -125,7 +125,7 @@ class RolloutBuffer:
         """Prompts that may be admitted now."""
         lag = self.trainer_version - self.policy_version
         allowed = (self.config.max_staleness + 1 - lag) * self.config.groups_per_step
-        return max(0, allowed - len(self._open))
+        return max(0, min(allowed, self.config.capacity) - len(self._open))
 
     async def admit(self, source: Iterator[Prompt] | Source) -> Prompt | None:
         """The source's next prompt, once there is room; None when the source or the buffer has ended.

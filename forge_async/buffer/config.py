@@ -13,6 +13,10 @@ class BufferConfig:
 
     max_staleness: int = 1
     """Largest allowed difference between the trainer's version and any trained token's, in optimizer steps. 0: synchronous."""
+    max_open_groups: int | None = None
+    """Most prompts admitted and not yet trained or dropped; null: (max_staleness + 1) x groups_per_step, the most that the bound
+    allows. Where training is the slower side a lower cap keeps samples fresher, and with at most max_staleness x
+    groups_per_step generation starts anew at every step, before the new weights arrive."""
     groups_per_step: int = 8
     """Groups (prompts) in one optimizer step."""
     min_group_size: int = 2
@@ -27,10 +31,18 @@ class BufferConfig:
     def __post_init__(self) -> None:
         require(self.max_staleness >= 0, "max_staleness", self.max_staleness, "0 (synchronous) or more optimizer steps")
         require(self.groups_per_step >= 1, "groups_per_step", self.groups_per_step, "at least 1")
+        cap = self.max_open_groups
+        require(
+            cap is None or cap >= self.groups_per_step,
+            "max_open_groups",
+            cap,
+            f"null or at least groups_per_step ({self.groups_per_step})",
+        )
         require(self.min_group_size >= 1, "min_group_size", self.min_group_size, "at least 1")
         require(self.max_consecutive_drops >= 1, "max_consecutive_drops", self.max_consecutive_drops, "at least 1")
 
     @property
     def capacity(self) -> int:
         """Most prompts that can be open at once: what producers need to keep the generators busy."""
-        return (self.max_staleness + 1) * self.groups_per_step
+        allowed = (self.max_staleness + 1) * self.groups_per_step
+        return allowed if self.max_open_groups is None else min(allowed, self.max_open_groups)

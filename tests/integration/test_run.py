@@ -1,0 +1,136 @@
+"""The whole system on a tiny model: what a run promises, and what happens when parts of it die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists() and "Z" not in _state(pid)]
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def test_a_run_keeps_its_invariants_and_resumes(app) -> None:
+    code, output = app.run("checkpoint.every_steps=2")
+    assert code == 0, output
+    path = Path(output.splitlines()[-1])
+    assert (app.folder / path).resolve() == (app.folder / "runs/tiny/summary.json").resolve()
+    summary = app.summary()
+    assert set(summary) == {
+        *("steps", "wall_s", "reward", "swaps", "swaps_in_flight", "aborted_by_swap", "tokens", "staleness"),
+        *("digest_mismatches", "ledger", "idle_share", "tokens_per_s"),
+    }
+    assert summary["steps"] == summary["swaps"] == summary["swaps_in_flight"] == 4
+    assert summary["aborted_by_swap"] == summary["digest_mismatches"] == summary["tokens"]["without_version"] == 0
+    assert summary["tokens"]["trained"] > 0
+    assert summary["staleness"]["max_seen"] <= summary["staleness"]["bound"] == 2
+    ledger = summary["ledger"]
+    assert ledger["trained"] == 16
+    assert ledger["admitted"] == ledger["trained"] + sum(ledger["dropped"].values())
+
+    run = app.folder / "runs" / "tiny"
+    published = {event["version"]: event["digest"] for event in app.events() if event["kind"] == "published"}
+    swapped = {event["version"]: event["digest"] for event in app.events() if event["kind"] == "swapped"}
+    assert set(published) == {0, 1, 2, 3, 4}
+    assert len(set(published.values())) == 5, "every step changes the weights"
+    assert {version: published[version] for version in swapped} == swapped
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    assert (run / "reward.png").stat().st_size > 10_000
+    assert (run / "model" / "config.json").exists()
+    assert (run / "episodes.jsonl").read_text().count("\n") == 16
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["version-000002", "version-000004"]
+
+    code, output = app.run("resume=runs/tiny", "steps=6")
+    assert code == 0, output
+    summary = app.summary()
+    assert summary["steps"] == 2
+    ledger = summary["ledger"]
+    assert ledger["trained"] == 24
+    assert ledger["admitted"] == ledger["trained"] + sum(ledger["dropped"].values())
+
+
+def test_synchronous_training_is_the_same_code_with_bound_zero(app) -> None:
+    code, output = app.run(
+        "buffer.max_staleness=0", "buffer.max_open_groups=null", "steps=3", "policy.sampling.temperature=1.0"
+    )
+    assert code == 0, output
+    assert app.summary()["staleness"] == {"bound": 0, "max_seen": 0}
+
+
+def test_a_killed_generator_is_replaced_and_the_run_goes_on(app) -> None:
+    process = app.start("steps=12")
+    app.wait_for(process, "step")
+    victim = next(event for event in app.events() if event["kind"] == "started")["policy"][0]
+    os.kill(victim, signal.SIGKILL)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert any(event["kind"] == "respawned" for event in app.events())
+    assert app.summary()["steps"] == 12
+    ledger = app.summary()["ledger"]
+    assert ledger["admitted"] == ledger["trained"] + sum(ledger["dropped"].values())
+
+
+def test_a_killed_trainer_ends_the_run_with_cause_and_resume_command(app) -> None:
+    process = app.start("steps=500", "checkpoint.every_steps=1")
+    app.wait_for(process, "checkpoint")
+    started = next(event for event in app.events() if event["kind"] == "started")
+    killed = time.monotonic()
+    os.kill(started["trainer"][0], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 20
+    assert process.returncode == 1
+    assert "the trainer failed" in output
+    assert "resume=runs/tiny" in output
+    assert not alive([*started["trainer"], *started["policy"]])
+
+
+@pytest.mark.parametrize("event", ["start", "step"])
+def test_ctrl_c_ends_cleanly(app, event: str) -> None:
+    process = app.start("steps=500")
+    app.wait_for(process, event)
+    if event == "start":
+        time.sleep(3)  # somewhere in the engines' start
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    pids = [pid for e in app.events() if e["kind"] == "started" for pid in [*e["trainer"], *e["policy"]]]
+    assert not alive(pids)
+    if event == "step":
+        ledger = app.summary()["ledger"]
+        assert ledger["admitted"] == ledger["trained"] + sum(ledger["dropped"].values())
+
+
+def test_a_reward_that_raises_ends_the_run_and_names_function_and_cause(app) -> None:
+    code, output = app.run("reward.functions=[tiny_task:raises]")
+    assert code == 1
+    assert "tiny_task:raises" in output
+    assert "no such luck" in output
+    assert "Traceback" not in output
+
+
+def test_a_dataset_that_ends_early_trains_what_there_is(app) -> None:
+    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(10)]
+    (app.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, output = app.run(
+        *("dataset.kind=jsonl", "dataset.path=rows.jsonl", "dataset.epochs=1", "dataset.prompt_template="), "steps=50"
+    )
+    assert code == 0, output
+    assert "dataset ended" in output
+    summary = app.summary()
+    assert summary["steps"] == 3, "4 + 4 + 2 groups"
+    assert summary["ledger"] == {"admitted": 10, "trained": 10, "dropped": {}}

@@ -81,10 +81,12 @@ def plot_rewards(curve: Curve, path: Path, title: str = "Mean reward", staleness
     temporary.replace(path)
 
 
-def plot_run(folder: Path, title: str = "Mean reward", staleness_bound: int | None = None) -> Path | None:
-    """Draw ``reward.png`` of a run's folder from its metrics; None when no step was logged."""
-    curve = read_curve(folder / "metrics.jsonl")
+def plot_run(
+    metrics: Path, target: Path, title: str = "Mean reward", staleness_bound: int | None = None
+) -> Path | None:
+    """Draw the curve of ``metrics.jsonl`` into the PNG ``target``; returns it, or None when no step was logged."""
+    curve = read_curve(metrics)
     if not curve.steps:
         return None
-    plot_rewards(curve, folder / "reward.png", title, staleness_bound)
-    return folder / "reward.png"
+    plot_rewards(curve, target, title, staleness_bound)
+    return target

@@ -99,12 +99,12 @@ def test_the_curve_keeps_the_last_record_of_a_step(tmp_path: Path) -> None:
 
 
 def test_the_plot_is_a_picture_with_the_curve_in_it(tmp_path: Path) -> None:
-    assert plot_run(tmp_path) is None  # nothing was logged
+    assert plot_run(tmp_path / "metrics.jsonl", tmp_path / "reward.png") is None  # nothing was logged
     logger = MetricsLogger(tmp_path, MetricsConfig(tensorboard=False))
     for step in range(1, 61):
         logger.log(step, {"reward": step / 60, "staleness_mean": 0.5, "staleness_max": 1})
     logger.close()
-    path = plot_run(tmp_path, title="grpo_tiny", staleness_bound=1)
+    path = plot_run(tmp_path / "metrics.jsonl", tmp_path / "reward.png", title="grpo_tiny", staleness_bound=1)
     assert path == tmp_path / "reward.png"
 
     import matplotlib.image
@@ -122,4 +122,4 @@ def test_a_run_of_one_step_can_be_drawn(tmp_path: Path) -> None:
     logger = MetricsLogger(tmp_path, MetricsConfig(tensorboard=False))
     logger.log(1, {"reward": 0.5})
     logger.close()
-    assert plot_run(tmp_path) is not None
+    assert plot_run(tmp_path / "metrics.jsonl", tmp_path / "reward.png") is not None

@@ -16,11 +16,14 @@ from monarch.actor import concurrent_endpoint
 from forge_async.errors import ForgeError
 from forge_async.mesh import ForgeActor
 from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.store.digest import tensor_digest
 from forge_async.types import Completion
 
 if TYPE_CHECKING:
+    import torch
+
     from forge_async.policy.engine import PolicyEngine
-    from forge_async.store import WeightStore
+    from forge_async.store import Manifest, WeightStore
 
 DRAINED = (
     "generated_tokens",
@@ -68,8 +71,9 @@ class PolicyActor(ForgeActor):
         """The newest version that follow() or sync() named."""
         self._weights_lock = asyncio.Lock()
         """Held while live parameters are written or read back."""
-        self._applied: asyncio.Condition | None = None
-        self._last_update: dict[str, Any] = {"version": version, "digest": None}
+        self._applied = asyncio.Condition()
+        self._last_update: dict[str, Any] = {"version": version - 1, "digest": None}
+        """What :meth:`sync` reports; the folder's own weights count as older, so that its version is attested too."""
         self._digest_mismatches = 0
         self._drained: dict[str, Any] = {}
 
@@ -77,8 +81,8 @@ class PolicyActor(ForgeActor):
     async def setup(self, stream: int | None = None) -> dict[str, float]:
         """Build the engine (tens of seconds), prove the weight plan, warm up, and start to follow the store.
 
-        Where the store holds a newer version than the folder's, as for a replica that replaces a dead one, that version
-        is live when this returns.
+        Where the store holds a version already, as for a replica that replaces a dead one, the newest is live when this
+        returns.
 
         Args:
             stream: number of this replica's random stream. None takes the process id, since replicas must not draw the
@@ -92,12 +96,12 @@ class PolicyActor(ForgeActor):
             raise ForgeError("setup was called before on this replica")
         seed = (self.seed * 1_000_003 + (os.getpid() if stream is None else stream)) % 2**31
         engine = PolicyEngine(self.config, self.model_path, self._first_version, seed)
-        self._engine, self._applied = engine, asyncio.Condition()
+        self._engine = engine
         seconds = await asyncio.to_thread(engine.start)
         if self.store is not None:
             self._follower = asyncio.create_task(self._follow())
             latest = await self.store.latest()
-            if latest is not None and latest > engine.version:
+            if latest is not None and latest >= engine.version:
                 await self._until_live(latest)
         return seconds
 
@@ -109,7 +113,7 @@ class PolicyActor(ForgeActor):
         request_id: str | None = None,
         seed: int | None = None,
     ) -> Completion:
-        """Sample one completion; see :meth:`PolicyEngine.submit` for the arguments. Cancelling it aborts the request."""
+        """Sample one completion; the arguments are those of :meth:`PolicyEngine.submit`."""
         engine = self._ready()
         request_id = request_id or uuid.uuid4().hex
         future = engine.submit(prompt_token_ids, sampling, request_id, seed)
@@ -137,8 +141,9 @@ class PolicyActor(ForgeActor):
         """As :meth:`follow`, but returns when ``version`` (or a newer one) is live.
 
         Returns:
-            ``version``, ``digest`` of the live parameters (None with attestation off), ``pause_ms``, ``in_flight``,
-            ``nbytes``, ``pull_s``, ``attest_s``.
+            ``version``, ``digest`` (of the live parameters, read back and equal to the published one), ``pause_ms``
+            (between two forward passes), ``in_flight`` (requests running across the swap), ``nbytes``, ``pull_s``,
+            ``attest_s``.
         """
         return await self._until_live(version)
 
@@ -209,7 +214,6 @@ class PolicyActor(ForgeActor):
 
     async def _until_live(self, version: int) -> dict[str, Any]:
         self._tell(version)
-        assert self._applied is not None and self._follower is not None
         async with self._applied:
             await self._applied.wait_for(
                 lambda: self._last_update["version"] >= version or self._follower_error() is not None
@@ -225,12 +229,11 @@ class PolicyActor(ForgeActor):
         Waits for the next name; ends by cancellation or by the first failed update, which later calls raise.
         """
         engine = self._ready()
-        assert self._applied is not None
         try:
             while True:
                 await self._told.wait()
                 self._told.clear()
-                while engine.version < self._wanted:
+                while self._last_update["version"] < self._wanted:
                     update = await self._pull_and_swap(engine)
                     async with self._applied:
                         self._last_update = update
@@ -240,7 +243,6 @@ class PolicyActor(ForgeActor):
             raise
 
     async def _wake_waiters(self) -> None:
-        assert self._applied is not None
         async with self._applied:
             self._applied.notify_all()
 
@@ -250,16 +252,14 @@ class PolicyActor(ForgeActor):
         began = time.perf_counter()
         lease = await self.store.acquire()
         try:
-            if lease.version <= engine.version:
+            if lease.version < self._wanted:
                 raise ForgeError(f"told of version {self._wanted}, but the store's newest is {lease.version}")
             tensors = await asyncio.to_thread(lambda: dict(lease.tensors()))
             pulled = time.perf_counter()
             async with self._weights_lock:
                 report = await asyncio.wrap_future(engine.swap(lease.version, tensors))
                 swapped = time.perf_counter()
-                digest = None
-                if self.config.update.attest:
-                    digest = await asyncio.to_thread(self._attest, engine, lease.manifest, tensors)
+                digest = await asyncio.to_thread(self._attest, engine, lease.manifest, tensors)
             del tensors
         finally:
             await lease.release()
@@ -273,18 +273,16 @@ class PolicyActor(ForgeActor):
             "attest_s": time.perf_counter() - swapped,
         }
 
-    def _attest(self, engine: PolicyEngine, manifest: Any, tensors: dict[str, Any]) -> str:
+    def _attest(self, engine: PolicyEngine, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> str:
         """Compare the live parameters with what was published; returns the version's digest.
 
         Where the engine's dtype differs from the published one, the published tensors are converted for the comparison.
         """
-        from forge_async.store.digest import tensor_digest
-
         for name, tensor in tensors.items():
             live = engine.plan.read(name)
             same_dtype = tensor.dtype == live.dtype
-            expected = manifest.digests[name] if same_dtype else tensor_digest(tensor.to(live.dtype))
-            found = tensor_digest(live.cpu())
+            expected = manifest.tensors[name].digest if same_dtype else tensor_digest(tensor.to(live.dtype))
+            found = tensor_digest(live)
             if found != expected:
                 self._digest_mismatches += 1
                 raise DigestMismatchError(
@@ -294,6 +292,4 @@ class PolicyActor(ForgeActor):
 
 
 def _live_digests(engine: PolicyEngine) -> dict[str, str]:
-    from forge_async.store.digest import tensor_digest
-
-    return {name: tensor_digest(tensor.cpu()) for name, tensor in engine.plan.read_all().items()}
+    return {name: tensor_digest(tensor) for name, tensor in engine.plan.read_all().items()}

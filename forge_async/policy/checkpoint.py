@@ -42,7 +42,9 @@ def layout(folder: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]
                 header = file.get_slice(name)
                 kind = header.get_dtype()
                 if kind not in SAFETENSORS_DTYPES:
-                    raise ModelNotFoundError(f"{path.name}: {name} has dtype {kind}; quantized models cannot be updated")
+                    raise ModelNotFoundError(
+                        f"{path.name}: {name} has dtype {kind}; quantized models cannot be updated"
+                    )
                 found[name] = tuple(header.get_shape()), SAFETENSORS_DTYPES[kind]
     return found
 

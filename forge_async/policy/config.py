@@ -61,8 +61,6 @@ class UpdateConfig:
     kv: str = "keep"
     """What becomes of the running requests' keys and values: ``keep`` goes on with those of the older weights,
     ``recompute`` computes them anew with the new weights (exact, and costs one prefill per running request)."""
-    attest: bool = True
-    """After each swap read the live parameters back and compare their digest with the published one."""
 
     def __post_init__(self) -> None:
         require(
@@ -112,9 +110,7 @@ class PolicyConfig:
             f"at least max_num_seqs ({self.max_num_seqs})",
             "Every running request needs one token in each forward pass.",
         )
-        require(
-            self.block_size in (16, 32, 64, 128), "block_size", self.block_size, "16, 32, 64 or 128 (tokens)"
-        )
+        require(self.block_size in (16, 32, 64, 128), "block_size", self.block_size, "16, 32, 64 or 128 (tokens)")
         require(self.kv_cache_gib > 0, "kv_cache_gib", self.kv_cache_gib, "greater than 0")
         require(
             self.sampling.max_tokens < self.max_model_len,

@@ -156,17 +156,19 @@ class PolicyEngine:
                 f"(max_model_len {self.config.max_model_len} less one to generate)"
             )
         if prompt.min() < 0 or prompt.max() >= self._vocabulary:
-            raise DataError(f"{name}: token ids must be in 0..{self._vocabulary - 1}, found {prompt.min()}..{prompt.max()}")
+            raise DataError(
+                f"{name}: token ids must be in 0..{self._vocabulary - 1}, found {prompt.min()}..{prompt.max()}"
+            )
         request = _Request(name, prompt, _sampling_params(sampling, seed), Future())
         self._post("submit", request)
         return request.future
 
     def abort(self, request_id: str) -> None:
-        """End a request early: its completion has the tokens so far and finish reason ``abort``. Unknown ids are fine."""
+        """End a request early: its completion has the tokens so far, finish reason ``abort``. Unknown ids are fine."""
         self._post("abort", request_id)
 
     def swap(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[SwapReport]:
-        """Make ``tensors`` (HF name -> full tensor) the live weights between two forward passes, and label by ``version``.
+        """Make ``tensors`` (HF name -> full tensor) the live weights, labelled ``version``, between two forward passes.
 
         The tensors must stay valid until the future is done. Shapes are checked here, before anything is changed.
         """
@@ -323,7 +325,7 @@ class PolicyEngine:
             return
         assert sample.logprobs is not None
         request.token_ids += new
-        request.logprobs += [position[token].logprob for token, position in zip(new, sample.logprobs[-len(new) :])]
+        request.logprobs += [position[token].logprob for token, position in zip(new, sample.logprobs, strict=True)]
         request.versions += [self.version] * len(new)
         request.kv_versions += [request.kv_version] * len(new)
         self.counters.generated_tokens += len(new)
@@ -366,7 +368,7 @@ class PolicyEngine:
         self._resolve(request, "abort")
 
     def _swap(self, version: int, tensors: Mapping[str, torch.Tensor], future: Future[SwapReport]) -> None:
-        """Weights, label and what the KV cache means change together; nothing here can fail half-way but a lost device."""
+        """Weights and label change together; the update was checked before, so that nothing fails half-way."""
         began = time.perf_counter()
         previous = self.version
         self.plan.apply(tensors)

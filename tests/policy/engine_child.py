@@ -1,4 +1,4 @@
-"""What one engine does, recorded: run in a process of its own, since an engine takes its process for itself.
+"""What one engine does, recorded in a process of its own, since an engine takes its process for itself.
 
 ``record(...)`` puts one engine through every situation that the tests of ``test_engine.py`` look at, and writes what
 came back to a pickle file. The judging is done elsewhere, with HF transformers.
@@ -6,9 +6,12 @@ came back to a pickle file. The judging is done elsewhere, with HF transformers.
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,11 @@ from forge_async.policy import PolicyConfig, SamplingConfig, UpdateConfig
 from forge_async.policy.engine import PolicyEngine
 
 CONFIG = PolicyConfig(
-    max_model_len=256, max_num_seqs=12, max_num_batched_tokens=512, kv_cache_gib=0.05, sampling=SamplingConfig(max_tokens=40)
+    max_model_len=256,
+    max_num_seqs=12,
+    max_num_batched_tokens=512,
+    kv_cache_gib=0.05,
+    sampling=SamplingConfig(max_tokens=40),
 )
 LONG_PROMPT = [7 + i % 50 for i in range(70)]
 """Spans two whole KV-cache blocks, so that the prefix cache is hit when the same version sees it again."""
@@ -47,6 +54,27 @@ def across_swap(engine: PolicyEngine, version: int, tensors: Any) -> dict[str, A
     return {"completions": [future.result() for future in running], "report": report}
 
 
+def serve(connection: Connection) -> None:
+    """Fork one engine per job received and answer with its exit code; ends by a job of None.
+
+    Importing vLLM takes most of an engine's start, so it is done once, before the forks.
+    """
+    for module in (
+        "vllm.v1.engine.llm_engine",
+        "vllm.v1.worker.cpu_model_runner",
+        "vllm.model_executor.models.qwen3_moe",
+    ):
+        importlib.import_module(module)
+    fork = multiprocessing.get_context("fork")
+    for job in iter(connection.recv, None):
+        child = fork.Process(target=record, args=job)
+        child.start()
+        child.join(270)
+        child.kill()
+        child.join()
+        connection.send(child.exitcode)
+
+
 def record(model: str, versions: list[str], output: str) -> None:
     """Args: the HF folder of version 0, safetensors files of versions 1 and 2, and the pickle file to write."""
     engine = PolicyEngine(CONFIG, model, seed=1)
@@ -58,7 +86,9 @@ def record(model: str, versions: list[str], output: str) -> None:
     plain = [engine.submit(prompt, FREE) for prompt in (*prompts(3), LONG_PROMPT, LONG_PROMPT)]
     shaped = [engine.submit(prompt, sampling, seed=5) for prompt in prompts(2) for sampling in (first, nucleus)]
     seen["plain"] = [future.result() for future in plain]
-    seen["shaped"] = [(future.result(), sampling) for future, sampling in zip(shaped, (first, nucleus) * 2)]
+    seen["shaped"] = [
+        (future.result(), sampling) for future, sampling in zip(shaped, (first, nucleus) * 2, strict=True)
+    ]
 
     broken = dict(new[1])
     name = "model.layers.0.self_attn.k_proj.weight"
@@ -76,7 +106,10 @@ def record(model: str, versions: list[str], output: str) -> None:
     engine.config = replace(CONFIG, update=UpdateConfig(kv="recompute"))
     seen["recomputed"] = across_swap(engine, 2, new[2])
 
-    crowd = [engine.submit(prompt, SamplingConfig(max_tokens=8, ignore_eos=True)) for prompt in prompts(2 * CONFIG.max_num_seqs)]
+    crowd = [
+        engine.submit(prompt, SamplingConfig(max_tokens=8, ignore_eos=True))
+        for prompt in prompts(2 * CONFIG.max_num_seqs)
+    ]
     seen["crowd"] = [future.result() for future in crowd]
     greedy = SamplingConfig(max_tokens=30, temperature=0, ignore_eos=True)
     line = engine.submit(LONG_PROMPT, greedy).result()
@@ -89,7 +122,9 @@ def record(model: str, versions: list[str], output: str) -> None:
     seen["empty"] = raised(lambda: engine.submit([]))
     seen["outside"] = raised(lambda: engine.submit([1, 100_000]))
     endless = SamplingConfig(max_tokens=200, ignore_eos=True)
-    busy = [engine.submit(prompt, endless, request_id=f"busy-{i}") for i, prompt in enumerate(prompts(CONFIG.max_num_seqs))]
+    busy = [
+        engine.submit(prompt, endless, request_id=f"busy-{i}") for i, prompt in enumerate(prompts(CONFIG.max_num_seqs))
+    ]
     queued = engine.submit(LONG_PROMPT, endless, request_id="queued")
     seen["twice"] = raised(lambda: engine.submit(LONG_PROMPT, endless, request_id="queued").result())
     engine.abort("queued")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from forge_async.policy.engine import spans_of
 from forge_async.types import Completion
-from tests.policy.engine_child import CONFIG, LONG_PROMPT, record
+from tests.policy.engine_child import CONFIG, LONG_PROMPT, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -42,17 +44,18 @@ def perturbed(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Te
 class Seen:
     """What an engine of one kind of model did, with that model's weights of all versions in HF transformers."""
 
-    def __init__(self, folder: Path, weights: list[dict[str, torch.Tensor]], recorded: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, work: Path, weights: list[dict[str, torch.Tensor]], recorded: dict[str, Any]
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
         self.weights, self.recorded = weights, recorded
         self.models = []
-        for tensors in weights:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-            result = model.load_state_dict(tensors, strict=False)
-            assert not result.unexpected_keys
-            model.tie_weights()
-            self.models.append(model)
+        for version, tensors in enumerate(weights):
+            copy = work / f"version-{version}"
+            shutil.copytree(folder, copy)
+            save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+            self.models.append(AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32).eval())
 
     def __getitem__(self, key: str) -> Any:
         return self.recorded[key]
@@ -94,16 +97,27 @@ def shaped_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
 
 
 @pytest.fixture(scope="module")
-def engines() -> Any:
-    """Children forked from one server that has imported vLLM once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vllm", "tests.policy.engine_child"])
-    return context
+def recorder() -> Iterator[Connection]:
+    """The other end of a process that has imported vLLM once, and forks one engine per request."""
+    context = multiprocessing.get_context("spawn")
+    connection, other = context.Pipe()
+    server = context.Process(target=serve, args=(other,))
+    server.start()
+    try:
+        yield connection
+        connection.send(None)
+        server.join(30)
+    finally:
+        server.kill()
+        server.join()
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def seen(
-    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, engines: Any
+    request: pytest.FixtureRequest,
+    tiny_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    recorder: Connection,
 ) -> Seen:
     family, tied = KINDS[request.param]
     folder = tiny_model(family, tied=tied)
@@ -118,14 +132,10 @@ def seen(
             published["lm_head.weight"] = published["model.embed_tokens.weight"].clone()
         files.append(str(work / f"{version}.safetensors"))
         save_file(published, files[-1])
-    child = engines.Process(target=record, args=(str(folder), files, str(work / "seen.pickle")))
-    child.start()
-    try:
-        child.join(240)
-        assert child.exitcode == 0
-    finally:
-        child.kill()
-    return Seen(folder, weights, pickle.loads((work / "seen.pickle").read_bytes()))
+    recorder.send((str(folder), files, str(work / "seen.pickle")))
+    assert recorder.poll(280), "the engine did not finish in time"
+    assert recorder.recv() == 0
+    return Seen(folder, work, weights, pickle.loads((work / "seen.pickle").read_bytes()))
 
 
 def test_logprobs_equal_transformers(seen: Seen) -> None:

@@ -1,0 +1,134 @@
+"""The policy actor over a weight store: follow, sync, attestation, and what happens when an update is unusable."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from forge_async.errors import DataError, ForgeError, ModelNotFoundError
+from forge_async.mesh import ActorHandle, MeshRuntime
+from forge_async.policy import PolicyConfig, SamplingConfig
+from forge_async.policy.actor import PolicyActor
+from forge_async.policy.weight_plan import WeightMismatchError
+from forge_async.store import TensorShard, WeightStore, tensor_digest, version_digest
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+CONFIG = PolicyConfig(max_model_len=512, max_num_seqs=8, kv_cache_gib=0.05)
+LONG = SamplingConfig(max_tokens=400, ignore_eos=True)
+
+
+async def publish(store: WeightStore, version: int, tensors: dict[str, torch.Tensor]) -> str:
+    """Commit a version as a trainer of one rank does; returns its digest."""
+    part = await store.put_part(version, 0, [TensorShard.whole(name, tensor) for name, tensor in tensors.items()])
+    return (await store.commit(version, [part])).digest
+
+
+@pytest.fixture(scope="module")
+async def policy(tiny_llama: Path) -> AsyncIterator[tuple[ActorHandle, WeightStore, dict[str, torch.Tensor]]]:
+    weights = load_file(tiny_llama / "model.safetensors")
+    async with MeshRuntime():
+        store = await WeightStore.create()
+        actor = await PolicyActor.spawn(CONFIG, str(tiny_llama), store=store, seed=3)
+        seconds = await actor.call_one("setup", timeout=240)
+        assert {"build_s", "plan_s", "warm_up_s"} <= seconds.keys()
+        yield actor, store, weights
+
+
+async def test_the_folders_own_version_is_attested(policy) -> None:
+    actor, store, weights = policy
+    digest = await publish(store, 0, weights)
+    report = await actor.call_one("sync", 0, timeout=30)
+    assert (report["version"], report["digest"]) == (0, digest)
+
+
+async def test_running_requests_go_on_while_versions_arrive(policy) -> None:
+    actor, store, weights = policy
+    running = [asyncio.ensure_future(actor.call_one("generate", [5 + i] * 20, LONG)) for i in range(8)]
+    while (await actor.call_one("status"))["generated_tokens"] < 100:
+        pass
+    reports = []
+    for version in (1, 2):
+        digest = await publish(store, version, {name: tensor * (1 + 0.1 * version) for name, tensor in weights.items()})
+        await actor.call_one("follow", version)
+        reports.append(await actor.call_one("sync", version, timeout=60))
+        assert (reports[-1]["version"], reports[-1]["digest"]) == (version, digest)
+        assert reports[-1]["in_flight"] == 8
+    for completion in await asyncio.gather(*running):
+        assert len(completion.token_ids) == 400 and completion.finish_reason == "length"
+        assert set(completion.policy_versions) == {0, 1, 2} and (np.diff(completion.policy_versions) >= 0).all()
+    status = await actor.call_one("status")
+    assert (status["aborted"], status["digest_mismatches"], status["update_failed"]) == (0, 0, None)
+    assert status["swaps_in_flight"] == 2 and status["digest"] == reports[-1]["digest"]
+
+
+async def test_weights_are_read_back_from_the_live_parameters(policy) -> None:
+    actor, _, weights = policy
+    version, digests = await actor.call_one("weights")
+    assert version == 2
+    assert digests == {name: tensor_digest(tensor * 1.2) for name, tensor in weights.items()}
+    assert version_digest(digests) == (await actor.call_one("status"))["digest"]
+
+
+async def test_weights_published_in_another_dtype_are_converted_and_attested(policy) -> None:
+    actor, store, weights = policy
+    halves = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    digest = await publish(store, 3, halves)
+    assert (await actor.call_one("sync", 3, timeout=30))["digest"] == digest
+    _, digests = await actor.call_one("weights")
+    assert digests == {name: tensor_digest(tensor.float()) for name, tensor in halves.items()}
+
+
+async def test_an_overlong_prompt_is_an_error_and_the_engine_lives(policy) -> None:
+    actor, _, _ = policy
+    with pytest.raises(DataError, match="512 tokens, allowed are 1 to 511"):
+        await actor.call_one("generate", [5] * 512)
+    assert len((await actor.call_one("generate", np.full(9, 5), SamplingConfig(max_tokens=3))).token_ids) <= 3
+
+
+async def test_abort_returns_the_tokens_so_far(policy) -> None:
+    actor, _, _ = policy
+    before = (await actor.call_one("status"))["generated_tokens"]
+    running = asyncio.ensure_future(actor.call_one("generate", [9] * 9, LONG, request_id="mine"))
+    while (await actor.call_one("status"))["generated_tokens"] < before + 5:
+        pass
+    await actor.call_one("abort", "mine")
+    completion = await running
+    assert completion.finish_reason == "abort" and 5 <= len(completion.token_ids) < 400
+
+
+async def test_drained_stats_are_those_since_the_last_time(policy) -> None:
+    actor, _, _ = policy
+    await actor.call_one("drain_stats")
+    await actor.call_one("generate", [9] * 9, SamplingConfig(max_tokens=7, ignore_eos=True))
+    stats = await actor.call_one("drain_stats")
+    assert (stats["generated_tokens"], stats["finished"], stats["swaps"], stats["swap_ms"]) == (7, 1, 0, [])
+    assert stats["busy_s"] > 0 and stats["idle_s"] > 0
+
+
+async def test_an_update_that_does_not_fit_names_the_tensor_and_stays_an_error(policy) -> None:
+    """Last, since the replica follows no further versions after it."""
+    actor, store, weights = policy
+    name = "model.norm.weight"
+    await publish(store, 4, weights | {name: weights[name][:-1]})
+    for endpoint in ("sync", "follow"):
+        with pytest.raises(WeightMismatchError, match=name):
+            await actor.call_one(endpoint, 4, timeout=30)
+    status = await actor.call_one("status")
+    assert status["version"] == 3 and name in status["update_failed"]
+    assert set((await actor.call_one("generate", [5] * 9)).policy_versions) == {3}
+
+
+async def test_without_setup_or_model_the_error_says_so(policy) -> None:
+    actor = await PolicyActor.spawn(CONFIG, "/nowhere")
+    with pytest.raises(ForgeError, match="call setup first"):
+        await actor.call_one("generate", [5])
+    with pytest.raises(ModelNotFoundError, match="/nowhere"):
+        await actor.call_one("setup")
+    await actor.stop()

@@ -114,6 +114,10 @@ class RewardPool:
             raise failures[0]
         return cls(config, workers)
 
+    def pids(self) -> list[int]:
+        """Of the worker processes."""
+        return [pid for worker in self._workers for replica in worker.replicas for pid in replica.pids]
+
     async def score(self, prompt: Prompt, completions: list[str]) -> Scores:
         """Score on an idle worker; waits for one. A worker's death is tried again once, on whichever is idle then.
 

@@ -4,7 +4,9 @@
   are up before any user code runs; an affinity set later would miss them. So the worker starts with this line instead
   and then becomes Monarch's ``bootstrap_main``. ``tests/mesh/test_actor.py::test_process_environment`` fails when the
   entry moves.
-- ``mesh_name``: the name under which supervision reports a mesh's failure (``ActorMesh._name``).
+- ``ActorError`` is pickled by Monarch with the exception it carries, which is rebuilt from ``args`` alone: one whose
+  ``__init__`` takes something else arrives as an unrelated ``TypeError``. Here it is rebuilt without ``__init__``, and one
+  that cannot be pickled at all becomes a ``RuntimeError`` with its text. ``test_remote_errors_keep_their_kind`` tells.
 - ``SupervisionError``: exported only by the Rust bindings.
 """
 
@@ -14,10 +16,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import cloudpickle
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
+from monarch.actor import ActorError, HostMesh, ProcMesh, default_bootstrap_cmd
 
-__all__ = ["SupervisionError", "WORKER_MAIN", "mesh_name", "spawn_proc_mesh"]
+__all__ = ["SupervisionError", "WORKER_MAIN", "spawn_proc_mesh"]
 
 CORES_VARIABLE = "FORGE_ASYNC_CORES"
 
@@ -46,6 +49,25 @@ def spawn_proc_mesh(
     return hosts.spawn_procs(per_host={"procs": procs}, name=name, bootstrap_command=command)
 
 
-def mesh_name(mesh: Any) -> str:
-    """The name supervision uses for an actor mesh."""
-    return mesh._name.get()
+def _rebuild_actor_error(
+    kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any], message: str, formatted: str
+) -> ActorError:
+    exception = kind.__new__(kind, *args)
+    exception.args = args
+    exception.__dict__.update(state)
+    error = ActorError.__new__(ActorError)
+    error.exception, error.message, error.exception_formatted = exception, message, formatted
+    return error
+
+
+def _reduce_actor_error(error: ActorError) -> tuple[Any, ...]:
+    exception = error.exception
+    carried = (type(exception), exception.args, dict(exception.__dict__))
+    try:
+        cloudpickle.dumps(carried)
+    except Exception:  # noqa: BLE001 - whatever pickling raises, the caller must learn what the endpoint raised
+        carried = (RuntimeError, (f"{type(exception).__name__}: {exception}",), {})
+    return _rebuild_actor_error, (*carried, error.message, error.exception_formatted)
+
+
+ActorError.__reduce__ = _reduce_actor_error  # type: ignore[method-assign]

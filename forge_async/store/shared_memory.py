@@ -50,7 +50,7 @@ def create_segment(nbytes: int) -> Segment:
     try:
         os.ftruncate(descriptor, nbytes)
         segment = Segment(f"{os.getpid()}-{next(_numbers)}", os.getpid(), descriptor, nbytes)
-        _map(segment, descriptor)
+        _map(segment, descriptor, populate=False)  # the writer's mapping makes the pages
     except BaseException:
         os.close(descriptor)
         raise
@@ -74,14 +74,14 @@ def attach(segment: Segment) -> torch.Tensor:
         return known[1]
     descriptor = os.open(f"/proc/{segment.owner_pid}/fd/{segment.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        return _map(segment, descriptor)
+        return _map(segment, descriptor, populate=True)
     finally:
         os.close(descriptor)
 
 
-def _map(segment: Segment, descriptor: int) -> torch.Tensor:
-    # Populated at once: page by page, the first copy through a fresh mapping is several times slower.
-    memory = mmap.mmap(descriptor, segment.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+def _map(segment: Segment, descriptor: int, populate: bool) -> torch.Tensor:
+    # Populated at once where it is read or written through: page by page, the first copy is several times slower.
+    memory = mmap.mmap(descriptor, segment.nbytes, flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0))
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     _mapped[segment.segment_id] = (segment, tensor)
     return tensor

@@ -1,0 +1,68 @@
+"""Packing plans and coverage checks, by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forge_async.store import StoreError
+from forge_async.store.layout import Piece, assemble, check_coverage, digest_of_pieces, plan_buckets
+from forge_async.store.digest import tensor_digest, version_digest
+
+
+def piece(offsets, shape, global_shape=(4, 6), dtype="float32", start=0, bucket="b"):
+    return Piece("w", dtype, global_shape, offsets, shape, bucket, start)
+
+
+def test_buckets_are_aligned_and_bounded():
+    slots, buckets = plan_buckets([100, 60, 64, 1000, 1], bucket_bytes=256)
+    assert slots == [(0, 0), (0, 128), (0, 192), (1, 0), (2, 0)]
+    assert buckets == [256, 1024, 64]
+    assert plan_buckets([], 256) == ([], [])
+
+
+def test_exact_coverage_is_accepted():
+    check_coverage("w", [piece((0, 0), (3, 6)), piece((3, 0), (1, 6))])
+    check_coverage("w", [piece((0, 0), (4, 1)), piece((0, 1), (4, 5))])
+    check_coverage("scalar", [piece((), (), ())])
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([piece((0, 0), (3, 6))], "18 of 24 elements"),
+        ([piece((0, 0), (3, 6)), piece((2, 0), (2, 6))], "overlap"),
+        ([piece((0, 0), (4, 6)), piece((0, 0), (4, 6))], "overlap"),
+        ([piece((0, 0), (2, 6)), piece((3, 0), (2, 6))], "reaches beyond"),
+        ([piece((0, 0), (2, 6)), piece((2, 0), (2, 6), dtype="bfloat16")], "another of a bfloat16"),
+        ([piece((), (), ()), piece((), (), ())], "overlap"),
+    ],
+)
+def test_holes_overlaps_and_disagreements_are_named(pieces, message):
+    with pytest.raises(StoreError, match=f"^w: .*{message}"):
+        check_coverage("w", pieces)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_pieces_digest_as_the_full_tensor(dtype, dimension):
+    full = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    pieces, buckets = [], {}
+    for index, (start, size) in enumerate([(0, 3), (3, full.shape[dimension] - 3)]):
+        part = full.narrow(dimension, start, size).contiguous()
+        buckets[f"b{index}"] = part.reshape(-1).view(torch.uint8)
+        offsets = (start, 0) if dimension == 0 else (0, start)
+        pieces.append(piece(offsets, tuple(part.shape), dtype=name, bucket=f"b{index}"))
+    assert torch.equal(assemble(pieces, buckets), full)
+    assert digest_of_pieces(pieces, buckets) == tensor_digest(full)
+
+
+def test_digests_tell_bits_shapes_dtypes_and_names_apart():
+    zeros = torch.zeros(2, 3)
+    others = [torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32), -zeros, torch.tensor(0.0)]
+    assert len({tensor_digest(tensor) for tensor in [zeros, *others]}) == 5
+    assert tensor_digest(torch.arange(6.0).view(3, 2).T) == tensor_digest(torch.tensor([[0.0, 2, 4], [1, 3, 5]]))
+    version = {"a": zeros, "b": others[0]}
+    assert version_digest(version) == version_digest({name: tensor_digest(t) for name, t in reversed(version.items())})
+    assert version_digest(version) != version_digest({"a": others[0], "b": zeros})

@@ -1,0 +1,252 @@
+"""Publish and pull across real processes: trainer ranks, readers and the store are Monarch actors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import pytest_asyncio
+import torch
+from monarch.actor import concurrent_endpoint
+
+from forge_async.errors import ConfigError
+from forge_async.mesh import ForgeActor, MeshRuntime
+from forge_async.store import (
+    StoreConfig,
+    StoreError,
+    TensorShard,
+    VersionGone,
+    WeightStore,
+    tensor_digest,
+    version_digest,
+)
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
+
+ROWS = (5, 2)
+"""Rows of the sharded tensor on each of two ranks: uneven, as FSDP leaves them."""
+
+
+def full_tensors(version: int) -> dict[str, torch.Tensor]:
+    """What a version holds: a sharded matrix, one smaller than the rank count, a bf16 and a scalar."""
+    generator = torch.Generator().manual_seed(version)
+    return {
+        "model.embed.weight": torch.randn(7, 3, generator=generator),
+        "model.norm.weight": torch.randn(1, generator=generator),
+        "model.big.weight": torch.randn(600, 1000, generator=generator),
+        "model.half.weight": torch.randn(4, 4, generator=generator).bfloat16(),
+        "model.scale": torch.tensor(float(version)),
+    }
+
+
+def shards(version: int, rank: int, ranks: int) -> list[TensorShard]:
+    """One rank's shards: split along rows; the norm has an empty shard on rank 1, the rest is replicated."""
+    full = full_tensors(version)
+    if ranks == 1:
+        return [TensorShard.whole(name, tensor) for name, tensor in full.items()]
+    found = []
+    for name, rows in (("model.embed.weight", ROWS), ("model.norm.weight", (1, 0)), ("model.big.weight", (400, 200))):
+        start = sum(rows[:rank])
+        part = full[name][start : start + rows[rank]]
+        found.append(TensorShard(name, part, tuple(full[name].shape), (start,) + (0,) * (part.dim() - 1)))
+    if rank == 0:
+        found += [TensorShard.whole(name, full[name]) for name in ("model.half.weight", "model.scale")]
+    return found
+
+
+class Peer(ForgeActor):
+    """A trainer rank or a reader, whichever endpoint is called."""
+
+    def __init__(self) -> None:
+        self.held = None
+
+    @concurrent_endpoint
+    async def put(self, store: WeightStore, version: int, ranks: int = 1):
+        rank = int(os.environ["RANK"])
+        return await store.put_part(version, rank, shards(version, rank, ranks))
+
+    @concurrent_endpoint
+    async def commit(self, store: WeightStore, version: int, parts: list) -> str:
+        return (await store.commit(version, parts)).digest
+
+    @concurrent_endpoint
+    async def publish_many(self, store: WeightStore, first: int, count: int) -> list[dict]:
+        stats = []
+        for version in range(first, first + count):
+            filled = torch.full((1 << 16,), float(version))
+            part = await store.put_part(version, 0, [TensorShard.whole("w", filled)])
+            await store.commit(version, [part])
+            stats.append(await store.stats())
+        return stats
+
+    @concurrent_endpoint
+    async def pull(self, store: WeightStore, version: int | None = None):
+        async with await store.acquire(version) as pulled:
+            live = {
+                name: torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
+                for name, entry in pulled.manifest.tensors.items()
+            }
+            for name, tensor in live.items():
+                pulled.copy_into(name, tensor)
+            copied = {name: tensor.clone() for name, tensor in pulled.tensors()}
+            return pulled.version, pulled.manifest, copied, version_digest(live)
+
+    @concurrent_endpoint
+    async def hold(self, store: WeightStore, version: int | None = None) -> int:
+        self.held = await store.acquire(version)
+        return self.held.version
+
+    @concurrent_endpoint
+    async def held_digest(self) -> tuple[str, str]:
+        return version_digest(dict(self.held.tensors())), self.held.manifest.digest
+
+    @concurrent_endpoint
+    async def release(self) -> None:
+        await self.held.release()
+
+    @concurrent_endpoint
+    async def wait_for_newer(self, store: WeightStore, version: int) -> int:
+        return await store.wait_for_newer(version)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def runtime():
+    before = set(os.listdir("/dev/shm"))
+    async with MeshRuntime() as opened:
+        yield opened
+    assert opened.processes() == []
+    assert {name for name in set(os.listdir("/dev/shm")) - before if "torch" in name or "forge" in name} == set()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def store(runtime):
+    store = await WeightStore.create(StoreConfig(bucket_mib=1, transport="shared_memory"))
+    yield store
+    await store.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def writers(runtime):
+    return await Peer.options(procs=2).spawn()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def reader(runtime):
+    return await Peer.spawn()
+
+
+async def test_version_is_invisible_until_committed(store, writers, reader):
+    assert await store.latest() is None
+    with pytest.raises(VersionGone, match="no version is committed yet"):
+        await reader.call_one("pull", store)
+    waiting = asyncio.ensure_future(reader.call_one("wait_for_newer", store, 0))
+    parts = await writers.call("put", store, 1, 2)
+    assert await store.latest() is None
+    with pytest.raises(StoreError, match=r"model\.embed\.weight: the shards hold 15 of 21 elements"):
+        await store.commit(1, parts[:1])
+    assert await store.latest() is None
+    assert not waiting.done()
+    digest = await writers.call_one("commit", store, 1, parts)
+    assert await waiting == 1
+    assert digest == version_digest(full_tensors(1))
+
+
+@pytest.mark.parametrize(("version", "ranks"), [(2, 1), (3, 2)])
+async def test_pulled_tensors_equal_the_published(store, writers, reader, version, ranks):
+    await check_round_trip(store, writers, reader, version, ranks)
+
+
+async def test_a_part_put_again_voids_the_former(store, writers):
+    former = await writers.call("put", store, 4, 2)
+    again = await writers.call("put", store, 4, 2)
+    with pytest.raises(StoreError, match="put again since"):
+        await store.commit(4, [former[0], again[1]])
+    await store.commit(4, again)
+    with pytest.raises(StoreError, match="version 4 is committed already"):
+        await writers.call_one("put", store, 4)
+    with pytest.raises(StoreError, match="cannot be committed: twice"):
+        await store.commit(4, again)
+
+
+async def test_a_leased_version_stays_and_goes_when_released(store, writers, reader):
+    assert await reader.call_one("hold", store) == 4
+    await writers.call_one("publish_many", store, 5, 4)
+    assert (await store.stats())["versions"] == [4, 7, 8]
+    read, published = await reader.call_one("held_digest")
+    assert read == published == version_digest(full_tensors(4))
+    with pytest.raises(VersionGone, match=r"version 5 is not in the store; it holds \[4, 7, 8\]"):
+        await store.acquire(5)
+    await reader.call_one("release")
+    stats = await store.stats()
+    assert (stats["versions"], stats["leases"], stats["pending"]) == ([7, 8], 0, [])
+
+
+async def test_a_hundred_publishes_are_bounded(store, writers, reader):
+    seen = await writers.call_one("publish_many", store, 100, 100)
+    assert all(len(stats["versions"]) <= 2 for stats in seen)
+    assert max(stats["segment_bytes"] for stats in seen[10:]) == seen[10]["segment_bytes"] <= 4 << 20
+    assert (await reader.call_one("pull", store))[0] == 199
+    mapped = Path(f"/proc/{writers.pids()[0]}/maps").read_text().count("forge-async-weights")
+    assert 0 < mapped <= 8
+
+
+async def test_tensors_are_refused_after_release(store):
+    pulled = await store.acquire()
+    assert float(pulled.tensor("w")[0]) == 199.0
+    await pulled.release()
+    await pulled.release()
+    with pytest.raises(StoreError, match="version 199 was released"):
+        pulled.tensor("w")
+
+
+async def test_rpc_transport(runtime, writers, reader):
+    store = await WeightStore.create(StoreConfig(bucket_mib=1, transport="rpc"))
+    await check_round_trip(store, writers, reader, 1, 2)
+    assert (await store.stats())["segment_bytes"] == 0
+    await store.close()
+    await store.close()
+
+
+async def test_killed_trainer_and_reader(runtime, reader):
+    """Weights outlive the trainer that wrote them; the lease of a dead reader ends, a living one's does not."""
+    store = await WeightStore.create(StoreConfig(lease_ttl_s=0.8, keep_versions=1))
+    victim = await Peer.spawn()
+    await store.commit(0, await victim.call("put", store, 0))
+    await victim.call_one("hold", store)
+    await asyncio.sleep(1.6)
+    await store.commit(1, await victim.call("put", store, 1))
+    assert (await store.stats())["versions"] == [0, 1]
+    os.kill(victim.pids()[0], signal.SIGKILL)
+    assert (await reader.call_one("pull", store))[3] == version_digest(full_tensors(1))
+    await asyncio.sleep(1.2)
+    await store.commit(2, await reader.call("put", store, 2))
+    assert (await store.stats())["versions"] == [2]
+    assert (await reader.call_one("pull", store))[3] == version_digest(full_tensors(2))
+    await victim.stop()
+    await store.close()
+
+
+def test_config_is_checked():
+    with pytest.raises(ConfigError, match="transport = 'pigeon': must be one of auto, shared_memory, rpc"):
+        StoreConfig(transport="pigeon")
+    with pytest.raises(ConfigError, match="keep_versions = 0"):
+        StoreConfig(keep_versions=0)
+
+
+async def check_round_trip(store, writers, reader, version, ranks):
+    parts = (await writers.call("put", store, version, ranks))[:ranks]
+    manifest = await store.commit(version, parts)
+    pulled_version, pulled_manifest, tensors, live_digest = await reader.call_one("pull", store)
+    expected = full_tensors(version)
+    assert pulled_version == version
+    assert pulled_manifest == manifest
+    assert set(tensors) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor)
+        assert manifest.tensors[name].digest == tensor_digest(tensor)
+    assert live_digest == manifest.digest == version_digest(expected)

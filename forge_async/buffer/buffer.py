@@ -1,9 +1,9 @@
 """The bounded buffer between rollout and trainer: who may start, and what may be trained.
 
 Words. *u* is the trainer's version (optimizer steps done), *w* <= *u* the policy's version: what generators use for new
-requests. A prompt's *stamp* is w at its admission; its tokens are made by versions >= stamp, because generators only move
-forward. G = ``groups_per_step``, S = ``max_staleness``. A prompt is *open* from its admission until it is trained or dropped.
-D(x) counts open prompts with stamp <= x.
+requests. A prompt's *stamp* is w at its admission; its tokens are made by versions >= stamp, because generators only
+move forward. G = ``groups_per_step``, S = ``max_staleness``. A prompt is *open* from its admission until it is trained
+or dropped. D(x) counts open prompts with stamp <= x.
 
 Claim: every group is trained at a version u <= stamp + S, so that no trained token is staler than S.
 
@@ -12,26 +12,27 @@ The invariant, at all times, for the stamp x of every open prompt::
     D(x) <= (x + S + 1 - u) * G                                                                          (I)
 
 It says that the prompts stamped x or earlier fit into the batches of versions u, u + 1, ..., x + S, which are the ones
-that may still train them. As D(x) >= 1, it implies u <= x + S: while a prompt is open the claim is not yet broken, so it is
-not when the prompt is trained. (I) holds at the start (nothing is open), and each event keeps it:
+that may still train them. As D(x) >= 1, it implies u <= x + S: while a prompt is open the claim is not yet broken, so
+it is not when the prompt is trained. (I) holds at the start (nothing is open), and each event keeps it:
 
 * *Admission* adds a prompt with stamp w, and no stamp is newer than w: for x < w nothing changes, and for x >= w the
   left side is the number of open prompts. So it is allowed only while ``open < (w + S + 1 - u) * G``: the bound
-  ``(S + 1) * G``, less G for every version by which generators lag behind the trainer. (``max_open_groups`` only lowers it.)
+  ``(S + 1) * G``, less G for every version by which generators lag behind the trainer. (``max_open_groups`` only lowers
+  it.)
 * *A drop* only lowers D. *The policy advances*: w is not in (I).
-* *A step* trains a batch and turns u into u + 1, which lowers every right side by G. A batch may therefore leave only once
-  it holds, for every x, at least ``D(x) - (x + S - u) * G`` prompts with stamp <= x. By (I) that is at most G. Batches take the
-  oldest finished groups first, which satisfies this whenever any choice of G finished groups does. Otherwise the batch
-  waits for a straggler: going on without it would force a later batch over the bound.
+* *A step* trains a batch and turns u into u + 1, which lowers every right side by G. A batch may therefore leave only
+  once it holds, for every x, at least ``D(x) - (x + S - u) * G`` prompts with stamp <= x. By (I) that is at most G.
+  Batches take the oldest finished groups first, which satisfies this whenever any choice of G finished groups does.
+  Otherwise the batch waits for a straggler: going on without it would force a later batch over the bound.
 
 No deadlock: when all open prompts have ended, the oldest-first batch satisfies the condition (it holds min(D(x), G)
-prompts with stamp <= x), and with w = u admission goes on until (S + 1) * G >= G prompts are open. So the loop waits only for
-rollouts, which have time limits, and for the policy to advance, which needs no further step.
+prompts with stamp <= x), and with w = u admission goes on until (S + 1) * G >= G prompts are open. So the loop waits
+only for rollouts, which have time limits, and for the policy to advance, which needs no further step.
 
 S = 0 is synchronous on-policy training: nothing is admitted after a step until the policy is on the new version.
 
-The rule is stated on stamps; :meth:`RolloutBuffer.batches` checks the tokens' own versions as well, and drops what should not exist
-(a replica that was behind) with reason ``stale``.
+The rule is stated on stamps; :meth:`RolloutBuffer.batches` checks the tokens' own versions as well, and drops what
+should not exist (a replica that was behind) with reason ``stale``.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ logger = logging.getLogger(__name__)
 
 
 class PromptTooLong(ForgeError):
-    """Raised by a source whose next prompt does not fit; the buffer records the prompt as dropped and asks for the next."""
+    """Raised by a source whose next prompt does not fit; the buffer records the prompt as dropped and asks for the
+    next."""
 
     def __init__(self, prompt_id: str, message: str) -> None:
         self.prompt_id = prompt_id
@@ -73,7 +75,8 @@ class _Open:
 
 
 class RolloutBuffer:
-    """Admission, queue and staleness gate. All methods belong to one event loop; those that are not async return at once.
+    """Admission, queue and staleness gate. All methods belong to one event loop; those that are not async return at
+    once.
 
     Args:
         config: the bounds.
@@ -130,8 +133,8 @@ class RolloutBuffer:
     async def admit(self, source: Iterator[Prompt] | Source) -> Prompt | None:
         """The source's next prompt, once there is room; None when the source or the buffer has ended.
 
-        Backpressure: waits for :meth:`trained`, :meth:`drop`, :meth:`advance` or :meth:`close`. Whoever gets a prompt must call
-        :meth:`finish` or :meth:`drop` for it. Errors of the source pass through.
+        Backpressure: waits for :meth:`trained`, :meth:`drop`, :meth:`advance` or :meth:`close`. Whoever gets a prompt
+        must call :meth:`finish` or :meth:`drop` for it. Errors of the source pass through.
         """
         while self._ended is None:
             if self._failure is not None:
@@ -163,7 +166,9 @@ class RolloutBuffer:
             return False
         if entry is None or entry.group is not None:
             fate = "finished twice" if entry is not None else "finished without being open"
-            raise ForgeError(f"prompt {prompt_id} was {fate} (its fate: {self.ledger.fate(prompt_id) or 'never admitted'}).")
+            raise ForgeError(
+                f"prompt {prompt_id} was {fate} (its fate: {self.ledger.fate(prompt_id) or 'never admitted'})."
+            )
         if len(group.episodes) < self.config.min_group_size:
             self.drop(prompt_id, "failed" if not group.episodes else "group_too_small")
             return False
@@ -187,8 +192,9 @@ class RolloutBuffer:
     async def batches(self, version: Callable[[], int] | None = None) -> AsyncIterator[list[Group]]:
         """Batches of ``groups_per_step`` groups, oldest first, until the dataset or the buffer has ended.
 
-        Waits for :meth:`finish` and :meth:`drop`. Call :meth:`trained` with each batch before asking for the next one. ``version``, when given,
-        is the trainer's version as the trainer sees it; a disagreement with what :meth:`trained` reported is an error.
+        Waits for :meth:`finish` and :meth:`drop`. Call :meth:`trained` with each batch before asking for the next one.
+        ``version``, when given, is the trainer's version as the trainer sees it; a disagreement with what
+        :meth:`trained` reported is an error.
 
         Raises:
             RunFailed: too many drops in a row, or what :meth:`fail` was given.
@@ -197,7 +203,9 @@ class RolloutBuffer:
             if self._failure is not None:
                 raise self._failure
             if version is not None and version() != self.trainer_version:
-                raise ForgeError(f"the trainer is at version {version()}, trained() last reported {self.trainer_version}.")
+                raise ForgeError(
+                    f"the trainer is at version {version()}, trained() last reported {self.trainer_version}."
+                )
             batch = self.take()
             if batch:
                 yield batch
@@ -241,7 +249,10 @@ class RolloutBuffer:
 
     def _drop_stale(self) -> None:
         for prompt_id, entry in list(self._open.items()):
-            if entry.group is not None and self.trainer_version - entry.group.oldest_version > self.config.max_staleness:
+            if (
+                entry.group is not None
+                and self.trainer_version - entry.group.oldest_version > self.config.max_staleness
+            ):
                 logger.warning(
                     "prompt %s dropped: its oldest token is of version %d, the trainer at %d, max_staleness is %d",
                     *(prompt_id, entry.group.oldest_version, self.trainer_version, self.config.max_staleness),
@@ -251,7 +262,8 @@ class RolloutBuffer:
     def trained(self, batch: Sequence[Group], version: int) -> None:
         """Report that the step on ``batch`` is done and the trainer is now at ``version``.
 
-        An unchanged version means that the step was skipped (no token had a loss): the groups are dropped as ``skipped_step``.
+        An unchanged version means that the step was skipped (no token had a loss): the groups are dropped as
+        ``skipped_step``.
         """
         ids = [group.prompt.prompt_id for group in batch]
         if set(ids) != set(self._batch):
@@ -280,7 +292,8 @@ class RolloutBuffer:
         self._wake()
 
     def close(self, reason: str = "run_ended", keep_batch: bool = False) -> None:
-        """End admission and drop every open prompt for ``reason``; with ``keep_batch`` the batch in training stays open.
+        """End admission and drop every open prompt for ``reason``; with ``keep_batch`` the batch in training stays
+        open.
 
         Producers may still call :meth:`finish` and :meth:`drop` for what this has dropped; both are no-ops then.
         """
@@ -304,7 +317,9 @@ class RolloutBuffer:
         limit = self.config.max_consecutive_drops
         counts = ", ".join(f"{name} {count}" for name, count in self.ledger.dropped.most_common())
         if self._drops_in_a_row >= limit:
-            self.fail(RunFailed(f"{limit} prompts in a row were dropped and none was trained between; in all: {counts}."))
+            self.fail(
+                RunFailed(f"{limit} prompts in a row were dropped and none was trained between; in all: {counts}.")
+            )
         elif self._drops_in_a_row == max(1, limit // 4):
             logger.warning("%d prompts in a row were dropped; in all: %s", self._drops_in_a_row, counts)
         self._wake()

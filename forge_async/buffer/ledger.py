@@ -9,14 +9,15 @@ from forge_async.errors import ForgeError
 
 
 class LedgerError(ForgeError):
-    """A prompt was given a second fate, or a fate without having been admitted: a defect in the loop, never the user's."""
+    """A prompt was given a second fate, or a fate without having been admitted: a defect in the loop, never the
+    user's."""
 
 
 class Ledger:
     """Counts fates and refuses the second one.
 
-    ``admitted == trained + sum(dropped.values()) + in_flight`` holds after every call (:attr:`balanced` checks it against
-    independent counts).
+    ``admitted == trained + sum(dropped.values()) + in_flight`` holds after every call (:attr:`balanced` checks it
+    against independent counts).
     """
 
     def __init__(self) -> None:
@@ -52,12 +53,14 @@ class Ledger:
         self.trained += 1
 
     def drop(self, prompt_id: str, reason: str) -> None:
-        """Give the prompt up; ``reason`` is a short word, such as ``failed`` or ``stale``, by which drops are counted."""
+        """Give the prompt up; ``reason`` is a short word, such as ``failed`` or ``stale``, by which drops are
+        counted."""
         self._close(prompt_id, f"dropped ({reason})")
         self.dropped[reason] += 1
 
     def fate(self, prompt_id: str) -> str | None:
-        """``"trained"``, ``"dropped (reason)"``, ``"in flight"``, or None when it is unknown (or older than a resume)."""
+        """``"trained"``, ``"dropped (reason)"``, ``"in flight"``, or None when it is unknown (or older than a
+        resume)."""
         return "in flight" if prompt_id in self._in_flight else self._fates.get(prompt_id)
 
     def _close(self, prompt_id: str, fate: str) -> None:
@@ -79,8 +82,9 @@ class Ledger:
     def restore(self, state: dict[str, Any]) -> list[str]:
         """Take over a checkpoint's counts; returns the ids whose fate was open.
 
-        Those are not counted as admitted any more: hand them to the prompt source, which issues them first, and they are
-        admitted anew. Fates decided before the checkpoint are kept as counts only; the source never issues those again.
+        Those are not counted as admitted any more: hand them to the prompt source, which issues them first, and they
+        are admitted anew. Fates decided before the checkpoint are kept as counts only; the source never issues those
+        again.
         """
         if self.admitted:
             raise LedgerError("restore() needs a fresh ledger.")

@@ -29,9 +29,11 @@ class DatasetConfig:
     """Where prompts come from and how they are rendered."""
 
     kind: str = "reasoning_gym"
-    """``reasoning_gym`` (procedural tasks), ``jsonl`` (a file with one JSON object per line) or ``hf`` (Hugging Face datasets)."""
+    """``reasoning_gym`` (procedural tasks), ``jsonl`` (a file with one JSON object per line) or ``hf`` (Hugging Face
+    datasets)."""
     name: str = "chain_sum"
-    """The reasoning-gym task, or the Hugging Face dataset (with ``path``: the format of the file, such as ``parquet``)."""
+    """The reasoning-gym task, or the Hugging Face dataset (with ``path``: the format of the file, such as
+    ``parquet``)."""
     path: str = ""
     """The JSONL file; for ``hf`` a folder written by ``save_to_disk``, or a data file."""
     split: str = "train"
@@ -41,8 +43,8 @@ class DatasetConfig:
     answer_column: str = "answer"
     """Column that reward functions compare with; "" when there is none."""
     prompt_template: str = ""
-    """Text of the user message with columns in braces, such as ``"{expression} ="``; "" takes ``prompt_column`` as it is.
-    For reasoning-gym the task's metadata are columns, too."""
+    """Text of the user message with columns in braces, such as ``"{expression} ="``; "" takes ``prompt_column`` as it
+    is. For reasoning-gym the task's metadata are columns, too."""
     system_prompt: str | None = None
     """The first message. null: none, so that a chat template with a default of its own adds it (SmolLM2: 20 tokens);
     "": an empty system message, which replaces that default."""
@@ -67,7 +69,9 @@ class DatasetConfig:
         require(self.kind in DATASET_KINDS, "kind", self.kind, "one of " + ", ".join(DATASET_KINDS))
         require(self.kind != "jsonl" or bool(self.path), "path", self.path, "a JSONL file when kind is jsonl")
         require(bool(self.name) or self.kind == "jsonl", "name", self.name, "the name of a task or dataset")
-        require(bool(self.prompt_column or self.prompt_template), "prompt_column", self.prompt_column, "a column's name")
+        require(
+            bool(self.prompt_column or self.prompt_template), "prompt_column", self.prompt_column, "a column's name"
+        )
         require(self.size >= 0, "size", self.size, "0 (all rows) or more")
         require(self.kind != "reasoning_gym" or self.size >= 1, "size", self.size, "at least 1 for a procedural task")
         require(self.epochs >= 0, "epochs", self.epochs, "0 (endless) or more")
@@ -82,11 +86,11 @@ class RolloutConfig:
     group_size: int = 8
     """Episodes per prompt: the group over which advantages are computed."""
     timeout_s: float = 120.0
-    """Longest time from the start of an episode to its last token, seconds; then it has failed and its request is aborted.
-    Scoring has its own limit, ``reward.timeout_s``."""
+    """Longest time from the start of an episode to its last token, seconds; then it has failed and its request is
+    aborted. Scoring has its own limit, ``reward.timeout_s``."""
     truncated: str = "keep"
-    """Episodes that end by their token limit: ``keep`` trains them as they are, ``mask`` leaves their tokens out of the loss (they
-    still count in the baseline), ``penalise`` sets their reward to 0."""
+    """Episodes that end by their token limit: ``keep`` trains them as they are, ``mask`` leaves their tokens out of the
+    loss (they still count in the baseline), ``penalise`` sets their reward to 0."""
     truncation_warning: float = 0.5
     """The run warns when more than this share of its first episodes is truncated."""
 
@@ -113,8 +117,8 @@ class RewardConfig:
     """Which reward functions score an episode, and the workers that run them."""
 
     functions: list[str] = field(default_factory=lambda: ["forge_async.rollout.rewards:reasoning_gym_score"])
-    """Python functions as ``module:function``, importable from the working directory or the environment. Each is called as
-    ``function(prompt, completion_text)`` and returns a finite number."""
+    """Python functions as ``module:function``, importable from the working directory or the environment. Each is called
+    as ``function(prompt, completion_text)`` and returns a finite number."""
     weights: list[float] = field(default_factory=list)
     """The reward is the sum of weight times value; one weight per function, or none for 1 each."""
     timeout_s: float = 30.0

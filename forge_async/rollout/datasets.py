@@ -104,8 +104,8 @@ class PromptSource(Iterator[Prompt]):
         for key, what in (("seed", "seed of the order"), ("rows", "number of rows"), ("digest", "content of the rows")):
             if state[key] != here[key]:
                 raise DataError(
-                    f"cannot resume on the dataset {_title(self.config)}: the {what} was {state[key]} and is {here[key]}. "
-                    "Restore the dataset's settings and files, or start a new run."
+                    f"cannot resume on the dataset {_title(self.config)}: the {what} was {state[key]} and is "
+                    f"{here[key]}. Restore the dataset's settings and files, or start a new run."
                 )
         self._next = int(state["next"])
         self._again = [self._occurrence(prompt_id) for prompt_id in reversed(list(unfinished))]
@@ -114,7 +114,9 @@ class PromptSource(Iterator[Prompt]):
         """Over at most 64 rows spread over the dataset, and the settings which give a row its place and its wording."""
         step = max(1, len(self.rows) // 64)
         sample = [asdict(self.rows[index]) for index in range(0, len(self.rows), step)]
-        settings = {key: value for key, value in asdict(self.config).items() if key in ("shuffle", "system_prompt", "examples")}
+        settings = {
+            key: value for key, value in asdict(self.config).items() if key in ("shuffle", "system_prompt", "examples")
+        }
         return hashlib.sha256(json.dumps([sample, settings], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def _occurrence(self, prompt_id: str) -> int:
@@ -139,7 +141,7 @@ class PromptSource(Iterator[Prompt]):
         if len(token_ids) > self.max_prompt_tokens:
             message = (
                 f"prompt {prompt_id} of {_title(self.config)} has {len(token_ids)} tokens, more than the limit of "
-                f"{self.max_prompt_tokens} (dataset.max_prompt_tokens, or what the policy's context leaves for prompts)."
+                f"{self.max_prompt_tokens} (dataset.max_prompt_tokens, or what the policy's context leaves)."
             )
             if self.config.overlong_prompts == "error":
                 raise DataError(message + " dataset.overlong_prompts=drop leaves such prompts out.")
@@ -147,7 +149,7 @@ class PromptSource(Iterator[Prompt]):
         return Prompt(prompt_id, messages, token_ids, row.answer, row.metadata)
 
 
-# --- loading ------------------------------------------------------------------------------------------------------------
+# --- loading
 
 
 def load_rows(config: DatasetConfig) -> Sequence[Row]:
@@ -181,7 +183,7 @@ def _row(columns: dict[str, Any], config: DatasetConfig, where: str) -> Row:
         raise DataError(f"{where}: the prompt is empty.")
     if config.answer_column and config.answer_column not in columns:
         raise DataError(
-            f"{where}: no column {config.answer_column!r} (dataset.answer_column; \"\" if there is none). {_columns(columns)}"
+            f'{where}: no column {config.answer_column!r} (dataset.answer_column; "" for none). {_columns(columns)}'
         )
     used = {config.prompt_column, config.answer_column}
     answer = columns[config.answer_column] if config.answer_column else None
@@ -210,7 +212,10 @@ def _reasoning_gym_rows(config: DatasetConfig) -> list[Row]:
     if config.name not in DATASETS:
         near = difflib.get_close_matches(config.name, DATASETS, n=3, cutoff=0.5)
         raise ConfigError(
-            "name", config.name, f"one of reasoning-gym's {len(DATASETS)} tasks", f"Did you mean {', '.join(near)}?" if near else ""
+            "name",
+            config.name,
+            f"one of reasoning-gym's {len(DATASETS)} tasks",
+            f"Did you mean {', '.join(near)}?" if near else "",
         )
     try:
         dataset = reasoning_gym.create_dataset(config.name, size=config.size, seed=config.seed, **config.params)

@@ -20,8 +20,8 @@ def build_messages(
     """System message, worked examples, then the prompt itself.
 
     Args:
-        content: the user message's text, or a whole conversation that ends with it. A conversation with a system message
-            of its own keeps that one.
+        content: the user message's text, or a whole conversation that ends with it. A conversation with a system
+            message of its own keeps that one.
         system_prompt: None adds no system message, "" an empty one.
     """
     conversation = [{"role": "user", "content": content}] if isinstance(content, str) else [dict(m) for m in content]

@@ -10,12 +10,12 @@ from typing import Protocol
 
 from monarch.actor import concurrent_endpoint
 
-from forge_async.errors import ForgeError, RunFailed
+from forge_async.errors import ConfigError, ForgeError, RunFailed
 from forge_async.mesh.actor import ForgeActor
 from forge_async.mesh.errors import ActorDied
 from forge_async.mesh.service import Service
 from forge_async.rollout.config import RewardConfig, RewardSpec
-from forge_async.rollout.rewards import RewardFailure, load_functions, score_completion
+from forge_async.rollout.rewards import RewardFailure, RewardFunction, load_functions, score_completion
 from forge_async.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -39,16 +39,31 @@ class RewardActor(ForgeActor):
 
     def __init__(self, config: RewardConfig, folder: str) -> None:
         self.specs = config.specs
-        self.functions = load_functions(self.specs, folder)
+        self.folder = folder
+        self.functions: list[RewardFunction] = []
+
+    @concurrent_endpoint
+    async def load(self) -> tuple[str, object, str, str] | None:
+        """Import the functions; the parts of a ConfigError when one is not there (an error is a value here, as a worker
+        that fails to start would be replaced again and again)."""
+        try:
+            self._load()
+        except ConfigError as error:
+            return (error.key, error.value, error.allowed, error.remedy)
+        return None
 
     @concurrent_endpoint
     async def score(self, prompt: Prompt, completions: list[str]) -> Scores:
         """In a thread, so that the actor answers while a slow function runs."""
 
         def work() -> Scores:
+            self._load()
             return [score_completion(self.specs, self.functions, prompt, text) for text in completions]
 
         return await asyncio.to_thread(work)
+
+    def _load(self) -> None:
+        self.functions = self.functions or load_functions(self.specs, self.folder)
 
 
 class _FailureCount:
@@ -67,7 +82,7 @@ class _FailureCount:
             self.failed[score.reason] += 1
             count = self.failed.total()
             if count & (count - 1) == 0:  # 1, 2, 4, 8, ...: loud at first, never a flood
-                logger.warning("%s (%d episodes not scored so far)", score.message, count)
+                logger.warning("%s (%d such failures so far)", score.message, count)
             if self.scored == 0 and count >= self.limit:
                 raise RunFailed(f"none of the first {count} episodes could be scored. The last one: {score.message}")
 
@@ -109,6 +124,10 @@ class RewardPool:
         )
         workers = [worker for worker in spawned if isinstance(worker, Service)]
         failures = [worker for worker in spawned if isinstance(worker, BaseException)]
+        if not failures:
+            loaded = await asyncio.gather(*(worker.call("load") for worker in workers), return_exceptions=True)
+            failures = [ConfigError(*parts) for parts in loaded if isinstance(parts, tuple)]
+            failures += [error for error in loaded if isinstance(error, BaseException)]
         if failures:
             await asyncio.gather(*(worker.stop() for worker in workers))
             raise failures[0]
@@ -139,7 +158,9 @@ class RewardPool:
                 broken = False
                 return scores
             except TimeoutError:
-                message = f"rewards {names} did not score prompt {prompt.prompt_id} within {limit:g} s (reward.timeout_s)"
+                message = (
+                    f"rewards {names} did not score prompt {prompt.prompt_id} within {limit:g} s (reward.timeout_s)"
+                )
                 return [RewardFailure("", "timeout", message)] * len(completions)
             except ActorDied as error:
                 death = str(error)

@@ -56,22 +56,30 @@ def load_functions(specs: Sequence[RewardSpec], folder: str | None = None) -> li
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is not None and (module_name + ".").startswith(error.name + "."):
-                raise ConfigError(key, spec.function, "module:function with an importable module", f"Looked in {folder}.") from None
+                raise ConfigError(
+                    key, spec.function, "module:function with an importable module", f"Looked in {folder}."
+                ) from None
             raise ConfigError(key, spec.function, "a module that imports", where_raised(error)) from error
         except Exception as error:  # a user's module may fail in any way
             raise ConfigError(key, spec.function, "a module that imports", where_raised(error)) from error
         function = getattr(module, name, None)
         if not callable(function):
-            found = [key for key, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == module_name]
-            raise ConfigError(key, spec.function, f"a function of {module.__file__}", f"It has: {', '.join(found) or 'none'}.")
+            found = [
+                key
+                for key, value in vars(module).items()
+                if callable(value) and getattr(value, "__module__", "") == module_name
+            ]
+            raise ConfigError(
+                key, spec.function, f"a function of {module.__file__}", f"It has: {', '.join(found) or 'none'}."
+            )
         functions.append(function)
     return functions
 
 
 def where_raised(error: BaseException) -> str:
     """``file:line in function: Kind: message`` of the innermost frame, as one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in frames if "importlib" not in frame.filename] or frames
+    trace = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in trace if "importlib" not in frame.filename] or list(trace)
     place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: " if frames else ""
     if isinstance(error, SyntaxError):
         place = f"{error.filename}:{error.lineno}: "
@@ -81,7 +89,8 @@ def where_raised(error: BaseException) -> str:
 def score_completion(
     specs: Sequence[RewardSpec], functions: Sequence[RewardFunction], prompt: Prompt, completion: str
 ) -> dict[str, float] | RewardFailure:
-    """Every function's value by name, before weighting; the first that raises or returns no finite number is the failure."""
+    """Every function's value by name, before weighting; the first that raises or returns no finite number is the
+    failure."""
     values: dict[str, float] = {}
     for spec, function in zip(specs, functions, strict=True):
         try:
@@ -93,7 +102,9 @@ def score_completion(
         except (TypeError, ValueError):
             value = math.nan
         if not math.isfinite(value):
-            message = f"reward {spec.function} returned {raw!r} for prompt {prompt.prompt_id}; a finite number is needed"
+            message = (
+                f"reward {spec.function} returned {raw!r} for prompt {prompt.prompt_id}; a finite number is needed"
+            )
             return RewardFailure(spec.function, "invalid", message)
         values[spec.name] = value
     return values
@@ -104,7 +115,7 @@ def weighted_sum(specs: Sequence[RewardSpec], values: dict[str, float]) -> float
     return sum(spec.weight * values[spec.name] for spec in specs)
 
 
-# --- functions that come with the project -------------------------------------------------------------------------------
+# --- functions that come with the project
 
 _NUMBER = re.compile(r"(?<![\d.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 _INTEGER = re.compile(r"\s*-?\d+\s*")

@@ -37,11 +37,12 @@ async def rollout_group(
     truncated: str = "keep",
     on_failure: OnFailure | None = None,
 ) -> Group:
-    """``n`` episodes of one prompt, at once. An episode that raises or takes too long is counted as failed, never scored.
+    """``n`` episodes of one prompt, at once. An episode that raises or takes too long is counted as failed, never
+    scored.
 
     Args:
-        generate: called with the prompt's ids, ``sampling`` and the prompt's id as session (the episodes of a prompt share
-            its prefix).
+        generate: called with the prompt's ids, ``sampling`` and the prompt's id as session (the episodes of a prompt
+            share its prefix).
         timeout_s: longest generation of one episode, seconds.
         truncated: with ``penalise``, an episode that ended by its token limit gets reward 0.
 

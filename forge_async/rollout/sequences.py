@@ -19,8 +19,8 @@ def training_sequences(
     Args:
         advantages: one number per episode of the group, given to each of its sampled tokens.
         temperature: at which the episodes were sampled.
-        truncated: ``mask`` leaves episodes that ended by their token limit out (they have no trained token); other values
-            keep them.
+        truncated: ``mask`` leaves episodes that ended by their token limit out (they have no trained token); other
+            values keep them.
 
     Raises:
         DataError: an episode has no turn, no sampled token, or lacks a per-token record; the message names it.

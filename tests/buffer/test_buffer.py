@@ -66,14 +66,20 @@ def new_buffer(**config) -> RolloutBuffer:
     staleness=st.integers(0, 4),
     size=st.integers(1, 3),
     start=st.integers(0, 3),
+    spare=st.none() | st.integers(0, 4),
     choices=st.lists(st.tuples(st.sampled_from("aafffdttv"), st.integers(0, 99)), max_size=150),
 )
-def test_no_schedule_breaks_the_bound_or_blocks(staleness, size, start, choices):
+def test_no_schedule_breaks_the_bound_or_blocks(staleness, size, start, spare, choices):
     """Admissions, finishes in any order, drops, steps, and a policy that lags behind the trainer as it likes.
 
     The token of a group has the version that the policy had at admission, the oldest possible.
     """
-    config = BufferConfig(max_staleness=staleness, groups_per_step=size, max_consecutive_drops=10**6)
+    config = BufferConfig(
+        max_staleness=staleness,
+        groups_per_step=size,
+        max_consecutive_drops=10**6,
+        max_open_groups=None if spare is None else size + spare,
+    )
     buffer = RolloutBuffer(config, version=start)
     source = prompts()
     running: dict[str, tuple[Prompt, int]] = {}
@@ -156,8 +162,8 @@ def test_a_straggler_is_waited_for_only_when_the_bound_needs_it():
 
 
 def test_two_stragglers_are_not_left_for_one_batch():
-    """Of three prompts at version 0 with one group per step, versions 0, 1 and 2 train one each: the second step may not
-    take a newer prompt, or two would be left for version 2."""
+    """Of three prompts at version 0 with one group per step, versions 0, 1 and 2 train one each: the second step may
+    not take a newer prompt, or two would be left for version 2."""
     buffer = new_buffer(max_staleness=2, groups_per_step=1)
     source = prompts()
     first = [at_once(buffer.admit(source)) for _ in range(3)]

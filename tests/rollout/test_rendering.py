@@ -24,7 +24,9 @@ def text_of(tokenizer, messages) -> str:
 def test_system_prompt_none_leaves_the_templates_default_and_empty_replaces_it():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = SMOLLM2_LIKE
-    assert text_of(tokenizer, build_messages("1 + 1 =", None)).startswith("<|im_start|>system\nYou are helpful.<|im_end|>\n")
+    assert text_of(tokenizer, build_messages("1 + 1 =", None)).startswith(
+        "<|im_start|>system\nYou are helpful.<|im_end|>\n"
+    )
     assert text_of(tokenizer, build_messages("1 + 1 =", "")) == (
         "<|im_start|>system\n<|im_end|>\n<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -61,7 +63,9 @@ def test_a_bos_of_template_and_tokenizer_comes_once():
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 1)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", 1)]
+    )
     tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
     assert tokenizer("x")["input_ids"][0] == 1
     ids = render_prompt(tokenizer, [USER]).tolist()

@@ -49,7 +49,9 @@ async def test_workers_score_are_timed_out_and_replaced(module):
         assert await pool.score(PROMPT, ["7", "8"]) == [{"score": 4.0}, {"score": 3.0}]
 
         (failure,) = await pool.score(PROMPT, ["raise"])
-        assert isinstance(failure, RewardFailure) and "zoo_worker.py:14 in score: RuntimeError: broken" in failure.message
+        assert (
+            isinstance(failure, RewardFailure) and "zoo_worker.py:13 in score: RuntimeError: broken" in failure.message
+        )
 
         started = time.monotonic()
         blocked = [asyncio.create_task(pool.score(PROMPT, [text])) for text in ("block", "backtrack")]

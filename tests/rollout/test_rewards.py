@@ -40,8 +40,18 @@ def test_last_number(text, number):
 
 @pytest.mark.parametrize(
     ("text", "right", "integer"),
-    [("7", 1, 1), (" 7\n", 1, 1), ("8", 0, 1), ("It is 7.", 1, 0), ("7 apples", 1, 0), ("-7", 0, 1), ("seven", 0, 0), ("", 0, 0), ("7.0", 1, 0)],
-)  # fmt: skip
+    [
+        ("7", 1, 1),
+        (" 7\n", 1, 1),
+        ("8", 0, 1),
+        ("It is 7.", 1, 0),
+        ("7 apples", 1, 0),
+        ("-7", 0, 1),
+        ("seven", 0, 0),
+        ("", 0, 0),
+        ("7.0", 1, 0),
+    ],
+)
 def test_the_chain_sum_reward(text, right, integer):
     """0.7 for the right last number and 0.3 for an integer and nothing else, logged apart."""
     config = RewardConfig(functions=[BUILT_IN + "exact_integer", BUILT_IN + "integer_format"], weights=[0.7, 0.3])
@@ -97,7 +107,9 @@ def test_missing_functions_name_what_was_sought(tmp_path):
 
 
 def test_a_raising_function_is_named_with_file_line_and_cause(tmp_path):
-    (tmp_path / "zoo_raises.py").write_text("def helper():\n    return {}['key']\n\ndef f(prompt, completion):\n    return helper()\n")
+    (tmp_path / "zoo_raises.py").write_text(
+        "def helper():\n    return {}['key']\n\ndef f(prompt, completion):\n    return helper()\n"
+    )
     specs = RewardConfig(functions=["zoo_raises:f"]).specs
     failure = score_completion(specs, load_functions(specs, str(tmp_path)), prompt(), "x")
     assert isinstance(failure, RewardFailure) and failure.reason == "raised" and failure.function == "zoo_raises:f"

@@ -17,7 +17,8 @@ from forge_async.types import Completion, Group, Prompt
 ENVIRONMENT = SingleTurnEnvironment(byte_tokenizer())
 PROMPT = Prompt("3-1", ({"role": "user", "content": "3 + 4 ="},), np.array([2, 9], np.int32), "7")
 CHAIN_SUM = RewardConfig(
-    functions=[f"forge_async.rollout.rewards:{name}" for name in ("exact_integer", "integer_format")], weights=[0.7, 0.3]
+    functions=[f"forge_async.rollout.rewards:{name}" for name in ("exact_integer", "integer_format")],
+    weights=[0.7, 0.3],
 )
 
 
@@ -118,8 +119,9 @@ async def test_a_failed_run_and_a_cancellation_end_the_whole_group():
 
     policy = Policy(None, None)
     task = asyncio.create_task(run(policy))
-    while len(policy.sessions) < 2:
+    for _ in range(3):  # the task, then its episodes, then their requests
         await asyncio.sleep(0)
+    assert len(policy.sessions) == 2
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -130,7 +132,9 @@ async def test_rewards_that_never_work_end_the_run(tmp_path, monkeypatch, caplog
     (tmp_path / "zoo_never.py").write_text("def f(prompt, completion):\n    raise OSError('disk')\n")
     monkeypatch.chdir(tmp_path)
     scorer = LocalScorer(RewardConfig(functions=["zoo_never:f"], max_initial_failures=3))
-    with pytest.raises(RunFailed, match=r"none of the first 3 .* zoo_never:f raised at .*zoo_never\.py:2 in f: OSError: disk"):
+    with pytest.raises(
+        RunFailed, match=r"none of the first 3 .* zoo_never:f raised at .*zoo_never\.py:2 in f: OSError: disk"
+    ):
         await run(Policy("1", "2", "3", "4"), scorer)
     assert "zoo_never.py:2" in caplog.text
 
@@ -140,5 +144,7 @@ async def test_an_environment_that_raises_fails_its_episode():
         async def reply(self, prompt, turns, text):
             raise KeyError("state")
 
-    group = await rollout_group(PROMPT, Policy("7"), Broken(byte_tokenizer()), LocalScorer(CHAIN_SUM), 1, "sampling", 5.0)
+    group = await rollout_group(
+        PROMPT, Policy("7"), Broken(byte_tokenizer()), LocalScorer(CHAIN_SUM), 1, "sampling", 5.0
+    )
     assert group.episodes == () and group.failed == 1

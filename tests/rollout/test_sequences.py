@@ -13,7 +13,9 @@ from forge_async.types import Completion, Episode, Group, Prompt, Turn
 def completion(prompt, tokens, versions, finish_reason="stop") -> Completion:
     logprobs = np.array([-0.5 * (index + 1) for index in range(len(tokens))], np.float32)
     versions = np.array(versions, np.int32)
-    return Completion(np.array(prompt, np.int32), np.array(tokens, np.int32), logprobs, versions, versions, finish_reason)
+    return Completion(
+        np.array(prompt, np.int32), np.array(tokens, np.int32), logprobs, versions, versions, finish_reason
+    )
 
 
 def episode(name: str, *completions: Completion) -> Episode:
@@ -37,7 +39,12 @@ def test_prompt_and_completion_side_by_side():
     assert a.advantages.tolist() == [0, 1.5, 1.5]
     assert a.oldest_version == 4
     assert b.token_ids.tolist() == [5, 9] and b.advantages.tolist() == [0, -1.5]
-    assert [x.dtype for x in (a.token_ids, a.loss_mask, a.logprobs, a.policy_versions)] == ["int32", "bool", "float32", "int32"]
+    assert [x.dtype for x in (a.token_ids, a.loss_mask, a.logprobs, a.policy_versions)] == [
+        "int32",
+        "bool",
+        "float32",
+        "int32",
+    ]
 
 
 def test_a_turn_that_continues_is_one_sequence_with_the_reply_masked():

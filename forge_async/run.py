@@ -38,6 +38,7 @@ from forge_async.observability import (
     plot_run,
 )
 from forge_async.policy.actor import PolicyActor
+from forge_async.prepare import ensure_model
 from forge_async.rollout.datasets import PromptSource
 from forge_async.rollout.environment import SingleTurnEnvironment
 from forge_async.rollout.reward_worker import RewardPool
@@ -53,6 +54,7 @@ async def launch(config: Config) -> AsyncIterator[Run]:
     Raises:
         ForgeError: a setting, a file, or the log-prob check is wrong; nothing was trained then.
     """
+    await asyncio.to_thread(ensure_model, config.model)
     folder = RunFolder.open(config.resume) if config.resume else RunFolder.create(config.output_dir, config.name)
     folder.write_config(to_yaml(config))
     run = Run(config, folder)

@@ -1,0 +1,69 @@
+"""Command lines: what every app shares (config, overrides, errors, exit codes), and ``forge-async run CONFIG``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from forge_async.config import Config, load_config, to_yaml
+from forge_async.errors import ForgeError
+
+T = TypeVar("T")
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells expect it."""
+
+
+def run_app(
+    main: Callable[[T], Awaitable[None]],
+    schema: type[T],
+    default_config: str,
+    description: str | None,
+    arguments: list[str] | None = None,
+) -> int:
+    """Parse ``--config FILE [--print-config] key=value ...``, then run ``main(config)``; returns the exit code.
+
+    0: done; 1: an error the user can act on, printed as one line; 130: interrupted. Other exceptions pass through.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default=default_config, help=f"YAML file of the run (default: {default_config})")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        config = load_config(options.config, options.overrides, schema)
+        if options.print_config:
+            print(to_yaml(config), end="")
+            return 0
+        asyncio.run(main(config))  # type: ignore[arg-type]
+    except ForgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+async def train(config: Config) -> None:
+    """What ``forge-async run`` and ``apps/grpo_main.py`` do."""
+    from forge_async.run import launch
+
+    async with launch(config) as run:
+        await run.train()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """``forge-async run CONFIG [key=value ...]``."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if len(arguments) >= 2 and arguments[0] == "run":
+        return run_app(train, Config, arguments[1], main.__doc__, ["--config", *arguments[1:]])
+    print("usage: forge-async run CONFIG [--print-config] [key=value ...]", file=sys.stderr)
+    return 0 if arguments in (["-h"], ["--help"]) else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""With unchanged weights the importance ratio of every fresh token is 1, for both shipped models."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from forge_async.checks import check_ratios, fresh_prompts
+from forge_async.config import Config, load_config
+from forge_async.errors import RunFailed
+from forge_async.mesh import MeshRuntime
+from forge_async.model_zoo import is_complete, prepare
+from forge_async.policy.actor import PolicyActor
+from forge_async.rollout.datasets import load_rows
+from forge_async.trainer.actor import TrainerActor
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = {"tiny": ("configs/grpo_tiny.yaml", "tiny_llama"), "smollm2": ("configs/grpo_smollm2.yaml", "smollm2")}
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory):
+    def folder(recipe: str) -> Path:
+        prepared = ROOT / "models" / recipe
+        return prepared if is_complete(prepared) else prepare(recipe, tmp_path_factory.mktemp("models") / recipe)
+
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_ratios_of_fresh_samples_are_one_at_both_temperatures(name: str, model_folder) -> None:
+    file, recipe = MODELS[name]
+    model = model_folder(recipe)
+    config = load_config(ROOT / file, [f"model.path={model}", "model.prepare=", "model.warmup_config="])
+    prompts = fresh_prompts(config, AutoTokenizer.from_pretrained(model), load_rows(config.dataset), 512)
+    async with MeshRuntime():
+        policy = await PolicyActor.options(cores=[1], num_replicas=1).as_service(config.policy, str(model))
+        trainer = await TrainerActor.options(cores=[0]).spawn(config.trainer, str(model))
+        await asyncio.gather(policy.fan_out("setup"), trainer.call("setup"))
+        for temperature in (0.7, 1.0):
+            report = await check_ratios(at(config, temperature), policy, trainer, prompts)
+            assert report["tokens"] >= len(prompts)
+            assert report["max_error"] < 1e-4
+
+        class Shifted:
+            """A policy whose log-probs are those of another temperature: the fault the check exists for."""
+
+            async def call(self, endpoint, token_ids, sampling):
+                completion = await policy.call(endpoint, token_ids, dataclasses.replace(sampling, temperature=1.0))
+                return dataclasses.replace(completion, logprobs=completion.logprobs.astype(np.float32))
+
+        with pytest.raises(RunFailed, match=r"disagree on unchanged weights.*checks\.ratio_tolerance"):
+            await check_ratios(at(config, 0.7), Shifted(), trainer, prompts)  # type: ignore[arg-type]
+
+
+def at(config: Config, temperature: float) -> Config:
+    sampling = dataclasses.replace(config.policy.sampling, temperature=temperature)
+    return dataclasses.replace(config, policy=dataclasses.replace(config.policy, sampling=sampling))

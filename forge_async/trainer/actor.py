@@ -28,8 +28,8 @@ Result = TypeVar("Result")
 class TrainerActor(ForgeActor):
     """One rank of the trainer. Spawn on ``config.procs`` processes, call ``setup`` once, then the other endpoints.
 
-    Every endpoint but ``status`` is collective: call it on all ranks with the same arguments. They run one after another,
-    in a thread of their own, so that ``status`` answers at any time.
+    Every endpoint but ``status`` is collective: call it on all ranks with the same arguments. They run one after
+    another, in a thread of their own, so that ``status`` answers at any time.
 
     Args:
         config: the trainer's settings.
@@ -90,11 +90,6 @@ class TrainerActor(ForgeActor):
     async def logprobs(self, sequences: list[TrainingSequence]) -> list[np.ndarray]:
         """Log-probs of every token under the current weights; see ``TrainerEngine.logprobs``."""
         return await self._run(lambda engine: engine.logprobs(sequences))
-
-    @concurrent_endpoint
-    async def sample(self, prompts: list[np.ndarray], max_tokens: int, stop_ids: list[int], seed: int) -> list[np.ndarray]:
-        """Sampled completions at temperature 1, for measuring a small model; see ``TrainerEngine.sample``."""
-        return await self._run(lambda engine: engine.sample(prompts, max_tokens, stop_ids, seed))
 
     @concurrent_endpoint
     async def publish(self) -> dict[str, Any]:

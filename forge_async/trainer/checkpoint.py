@@ -1,4 +1,4 @@
-"""Checkpoints of the trainer by torch's distributed checkpoint (DCP): every rank writes its shards, any number resumes."""
+"""Checkpoints by torch's distributed checkpoint (DCP): every rank writes its shards, any number of ranks resumes."""
 
 from __future__ import annotations
 

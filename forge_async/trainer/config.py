@@ -18,7 +18,7 @@ class ParallelismConfig:
     """How the model is spread over ``trainer.procs`` processes."""
 
     dp_shard: int = -1
-    """Processes over which parameters, gradients and optimizer state are sharded (FSDP2); -1 takes all that are left."""
+    """Processes over which parameters, gradients and optimizer state are sharded (FSDP2); -1: all that are left."""
     dp_replicate: int = 1
     """Copies of the sharded model (HSDP)."""
     tp: int = 1
@@ -84,7 +84,7 @@ class TrainerConfig:
     micro_batch_tokens: int = 4096
     """Tokens of a packed row, the unit of one forward and backward pass; bounds activation memory, not the result."""
     max_sequence_tokens: int = 8192
-    """Longest trainable sequence; the rotary table has this many positions (the model's own limit where that is less)."""
+    """Longest trainable sequence, and the size of the rotary table (the model's own limit where that is less)."""
     share_prompts: bool = True
     """Compute a prompt that several completions share once; exact, and cheaper the longer the prompt."""
     logprob_chunk: int = 256

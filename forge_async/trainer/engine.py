@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,7 @@ from forge_async.trainer.config import TrainerConfig
 from forge_async.trainer.logprobs import Predictions
 from forge_async.trainer.loss import TokenSums, cross_entropy_loss, grpo_loss
 from forge_async.trainer.model import model_spec, read_hf_config
-from forge_async.trainer.packing import PackedRow, pack, plain_row
+from forge_async.trainer.packing import PackedRow, pack
 from forge_async.trainer.segments import attention_layout
 from forge_async.types import StepStats, TrainingSequence
 
@@ -122,7 +121,7 @@ class TrainerEngine:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def step(self, sequences: list[TrainingSequence]) -> StepStats:
-        """One GRPO step (:func:`grpo_loss`) on all ``sequences``, divided by their number of countable tokens. Collective.
+        """One GRPO step (:func:`grpo_loss`) over the number of countable tokens of all ``sequences``. Collective.
 
         Without a countable token nothing happens: no optimizer step, the version stays, the stats say ``skipped``.
         """
@@ -215,30 +214,6 @@ class TrainerEngine:
             cuts = np.cumsum([len(values) for values in result])[:-1]
             result = np.split(flat.cpu().numpy(), cuts)
         return result
-
-    @torch.no_grad()
-    def sample(self, prompts: list[np.ndarray], max_tokens: int, stop_ids: list[int], seed: int) -> list[np.ndarray]:
-        """Completions sampled at temperature 1, int32, the stop token included. Collective.
-
-        Without a KV cache: for measuring a small model, not for rollouts. Every rank samples the same from the same seed.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        sampled: list[list[int]] = [[] for _ in prompts]
-        running = list(range(len(prompts)))
-        for _ in range(max_tokens):
-            texts = [np.concatenate([prompts[index], np.asarray(sampled[index], dtype=np.int64)]) for index in running]
-            chosen: list[int] = []
-            for row, last in _sampling_rows(texts, self.config.micro_batch_tokens):
-                tokens, positions, masks = self._inputs(row)
-                logits = self.model(tokens, positions=positions, attention_masks=masks)[0]
-                probability = torch.softmax(logits[last.to(self.device)].float(), dim=-1).cpu()
-                chosen.extend(torch.multinomial(probability, 1, generator=generator)[:, 0].tolist())
-            for index, token in zip(running, chosen, strict=True):
-                sampled[index].append(token)
-            running = [index for index in running if sampled[index][-1] not in stop_ids]
-            if not running:
-                break
-        return [np.asarray(tokens, dtype=np.int32) for tokens in sampled]
 
     def _rows(self, sequences: list[TrainingSequence], every_token: bool = False) -> list[PackedRow]:
         for sequence in sequences:
@@ -333,18 +308,6 @@ class TrainerEngine:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _sampling_rows(texts: list[np.ndarray], token_budget: int) -> Iterator[tuple[PackedRow, torch.Tensor]]:
-    """Rows of whole texts in order, each with the row indices of their last tokens."""
-    start = 0
-    while start < len(texts):
-        stop, tokens = start + 1, len(texts[start])
-        while stop < len(texts) and tokens + len(texts[stop]) <= token_budget:
-            tokens += len(texts[stop])
-            stop += 1
-        yield plain_row(texts[start:stop]), torch.from_numpy(np.cumsum([len(text) for text in texts[start:stop]]) - 1)
-        start = stop
 
 
 def _device(config: TrainerConfig) -> torch.device:

@@ -1,4 +1,4 @@
-"""Log-probs of chosen tokens from hidden states, by chunks, so that [tokens, vocabulary] logits are never held at once."""
+"""Log-probs of chosen tokens from hidden states, by chunks: [tokens, vocabulary] logits are never held at once."""
 
 from __future__ import annotations
 

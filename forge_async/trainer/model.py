@@ -16,7 +16,7 @@ FAMILIES = ("llama", "qwen3", "qwen3_moe")
 
 _NORMAL = {"weight": partial(nn.init.normal_, std=0.02), "bias": nn.init.zeros_}
 _ONES = {"weight": nn.init.ones_}
-_EXPERTS = {name: _NORMAL["weight"] for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
+_EXPERTS = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), _NORMAL["weight"])
 
 
 def read_hf_config(model_path: str | Path) -> dict[str, Any]:
@@ -34,7 +34,9 @@ def read_hf_config(model_path: str | Path) -> dict[str, Any]:
         )
     file = folder / "config.json"
     if not file.is_file():
-        raise ModelNotFoundError(f"model folder {folder} has no config.json; it must be a folder in Hugging Face format")
+        raise ModelNotFoundError(
+            f"model folder {folder} has no config.json; it must be a folder in Hugging Face format"
+        )
     config = json.loads(file.read_text())
     family = config.get("model_type")
     if family not in FAMILIES:

@@ -27,33 +27,33 @@ from torch import nn
 if not torch.cuda.is_available():
     torch._utils._get_available_device_type = lambda: "cpu"
 
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
-from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
-from torchtitan.distributed import ParallelDims  # noqa: E402
-from torchtitan.distributed import utils as distributed_utils  # noqa: E402
-from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm  # noqa: E402
-from torchtitan.models.common.attention import VarlenAttention, create_varlen_metadata_for_document  # noqa: E402
-from torchtitan.models.common.config_utils import (  # noqa: E402
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as distributed_utils
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.attention import VarlenAttention, create_varlen_metadata_for_document
+from torchtitan.models.common.config_utils import (
     make_ffn_config,
     make_gqa_config,
     make_moe_config,
     make_routed_experts_config,
     make_router_config,
 )
-from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
-from torchtitan.models.common.param_init import skip_param_init  # noqa: E402
-from torchtitan.models.llama3 import Llama3Model, parallelize_llama  # noqa: E402
-from torchtitan.models.llama3.model import Llama3TransformerBlock  # noqa: E402
-from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter  # noqa: E402
-from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3  # noqa: E402
-from torchtitan.models.qwen3.model import Qwen3TransformerBlock  # noqa: E402
-from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter  # noqa: E402
-from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
-from torchtitan.protocols.module import Module  # noqa: E402
-from torchtitan.tools import utils as titan_utils  # noqa: E402
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.llama3 import Llama3Model, parallelize_llama
+from torchtitan.models.llama3.model import Llama3TransformerBlock
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
+from torchtitan.tools import utils as titan_utils
 
-from forge_async.trainer.logprobs import Predictions, selected_logprobs  # noqa: E402
-from forge_async.trainer.segments import AttentionLayout, segment_attention  # noqa: E402
+from forge_async.trainer.logprobs import Predictions, selected_logprobs
+from forge_async.trainer.segments import AttentionLayout, segment_attention
 
 __all__ = [
     "CommConfig",

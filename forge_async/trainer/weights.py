@@ -67,8 +67,8 @@ def load_hf_weights(model: nn.Module, adapter: Any, model_path: str | Path) -> N
     source = read_safetensors(model_path)
     try:
         titan_tensors = adapter.from_hf(dict(source))
-    except (KeyError, AssertionError) as error:
-        raise ForgeError(f"{model_path}: a weight does not belong to this model family: {error}") from error
+    except (KeyError, AssertionError, RuntimeError) as error:
+        raise ForgeError(f"{model_path}: its weights do not fit its config.json: {error}") from error
     targets = model.state_dict()
     missing = sorted(set(targets) - set(titan_tensors))
     unknown = sorted(set(titan_tensors) - set(targets))
@@ -84,9 +84,7 @@ def load_hf_weights(model: nn.Module, adapter: Any, model_path: str | Path) -> N
                 f"{model_path}: {name} has shape {tuple(value.shape)}, config.json asks for {tuple(target.shape)}"
             )
         if isinstance(target, DTensor):
-            shape, offsets = compute_local_shape_and_global_offset(
-                target.shape, target.device_mesh, target.placements
-            )
+            shape, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
             for dimension, (length, offset) in enumerate(zip(shape, offsets, strict=True)):
                 value = value.narrow(dimension, offset, length) if length else value[:0]
             target.to_local().copy_(value)

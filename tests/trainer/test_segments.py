@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import math
+
+import torch
+
+from forge_async.trainer.logprobs import Predictions, selected_logprobs
+from forge_async.trainer.segments import Segment, attention_layout, segment_attention
+
+
+def test_attention_equals_a_dense_mask() -> None:
+    torch.manual_seed(0)
+    segments = [Segment(0, 5), Segment(5, 3, 0, 5), Segment(8, 20, 0, 5), Segment(28, 1)]
+    total, heads, kv_heads, dim = 29, 4, 2, 8
+    mask = torch.zeros(total, total, dtype=torch.bool)
+    for segment in segments:
+        for query in range(segment.start, segment.start + segment.length):
+            mask[query, segment.prefix_start : segment.prefix_start + segment.prefix_length] = True
+            mask[query, segment.start : query + 1] = True
+    q = torch.randn(1, total, heads, dim, requires_grad=True)
+    k, v = (torch.randn(1, total, kv_heads, dim, requires_grad=True) for _ in range(2))
+    wide_k, wide_v = (x[0].repeat_interleave(2, dim=1) for x in (k, v))
+    scores = torch.einsum("qnh,knh->nqk", q[0], wide_k) / math.sqrt(dim)
+    expected = torch.einsum("nqk,knh->qnh", scores.masked_fill(~mask, -math.inf).softmax(-1), wide_v)
+    weight = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad((expected * weight).sum(), (q, k, v))
+
+    actual = segment_attention(q, k, v, attention_layout(segments), None)
+    torch.testing.assert_close(actual[0], expected, atol=1e-5, rtol=1e-5)
+    grads = torch.autograd.grad((actual[0] * weight).sum(), (q, k, v))
+    for got, wanted in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_logprobs_in_chunks_equal_the_full_softmax() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 6, requires_grad=True)
+    weight = torch.randn(11, 6, requires_grad=True)
+    label = torch.tensor([0, 10, 3, 3, 5, 1, 2])
+    scale = torch.tensor([1.0, 2.0, 1.0, 0.5, 1.0, 1.0, 4.0])
+    full = ((hidden @ weight.T) * scale[:, None]).log_softmax(-1)
+    expected = full[torch.arange(7), label]
+    entropy = -(full.exp() * full).sum(-1)
+    expected_grads = torch.autograd.grad(expected.square().sum(), (hidden, weight))
+    for chunk in (2, 100):
+        got = selected_logprobs(hidden, weight, Predictions(torch.arange(7), label, scale, chunk))
+        torch.testing.assert_close(got[0], expected)
+        torch.testing.assert_close(got[1], entropy)
+        grads = torch.autograd.grad(got[0].square().sum(), (hidden, weight))
+        for actual, wanted in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(actual, wanted)

@@ -1,0 +1,46 @@
+"""Training sequences for the trainer's tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from forge_async.types import TrainingSequence
+
+
+def sequence(
+    name: str,
+    prompt: list[int],
+    completion: list[int],
+    *,
+    logprobs: list[float] | None = None,
+    advantage: float = 1.0,
+    temperature: float = 1.0,
+) -> TrainingSequence:
+    """A prompt and the tokens sampled after it; behaviour log-probs default to -3."""
+    length, start = len(prompt) + len(completion), len(prompt)
+    mask = np.arange(length) >= start
+    behaviour = np.zeros(length, dtype=np.float32)
+    behaviour[start:] = -3.0 if logprobs is None else logprobs
+    return TrainingSequence(
+        sequence_id=name,
+        token_ids=np.asarray(prompt + completion, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=behaviour,
+        policy_versions=np.where(mask, 0, -1).astype(np.int32),
+        advantages=np.where(mask, advantage, 0.0).astype(np.float32),
+        temperature=temperature,
+    )
+
+
+def groups(
+    count: int = 3, size: int = 3, prompt: int = 12, completion: int = 5, vocabulary: int = 260, seed: int = 0
+) -> list[TrainingSequence]:
+    """``count`` prompts with ``size`` completions each; lengths and advantages vary."""
+    random = np.random.default_rng(seed)
+    made = []
+    for group in range(count):
+        shared = random.integers(4, vocabulary, prompt + group).tolist()
+        for index in range(size):
+            own = random.integers(4, vocabulary, completion + 2 * index).tolist()
+            made.append(sequence(f"{group}.{index}", shared, own, advantage=float(index - 1) + 0.25 * group))
+    return made

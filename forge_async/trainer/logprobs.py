@@ -26,7 +26,7 @@ class Predictions:
 def selected_logprobs(hidden_KD: torch.Tensor, weight_VD: torch.Tensor, predictions: Predictions) -> torch.Tensor:
     """Log-probs and entropies, float32 [2, K].
 
-    log p_k = z_k[label_k] - logsumexp(z_k) with z_k = W h_k / temperature_k, and H_k = logsumexp(z_k) - sum_v p_kv z_kv.
+    log p_k = z_k[label_k] - logsumexp(z_k), z_k = W h_k / temperature_k; H_k = logsumexp(z_k) - sum_v p_kv z_kv.
     The entropy carries no gradient. Where there is more than one chunk, logits are recomputed in the backward pass.
     """
     size = predictions.chunk_size

@@ -23,7 +23,7 @@ class LossConfig:
     clip_high: float = 0.2
     """The ratio is clipped from above at ``1 + clip_high``; larger than ``clip_low`` favours exploration (DAPO)."""
     max_ratio: float = 10.0
-    """Ratio at which the loss of a token with negative advantage stops growing (dual clip); must exceed 1 + clip_high."""
+    """Ratio at which the loss of a token with negative advantage stops growing (dual clip); above 1 + clip_high."""
     max_log_ratio: float = 20.0
     """Log-ratios are clamped to +- this before the exponential, so that no ratio overflows."""
 

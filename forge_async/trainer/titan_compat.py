@@ -2,7 +2,7 @@
 
 What is here and why (each is covered by a test of ``tests/trainer/test_model.py`` or ``test_fsdp.py``):
 
-- ``torch._utils._get_available_device_type`` is set to answer ``"cpu"`` on a machine without an accelerator; torchtitan's
+- ``torch._utils._get_available_device_type`` is made to answer ``"cpu"`` where there is no accelerator; torchtitan's
   module-level device lookup fails on ``None`` there.
 - :class:`SegmentAttention` replaces flex and varlen attention, which do not train on CPU.
 - :class:`LogprobHead` replaces the output layer so that full logits are never kept (and so that the projection still runs

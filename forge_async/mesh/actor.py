@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -254,17 +255,21 @@ class ActorHandle:
             self._died.set_result("it was stopped")
         if self._watch is not None:
             self._watch.close()
-        try:
+        deadline = time.monotonic() + timeout_s
 
-            async def ask() -> None:
+        async def ask() -> None:
+            with contextlib.suppress(Exception):  # a mesh that already failed has nothing to stop
                 await self.proc_mesh.stop(f"{self.label} stopped")
 
-            with contextlib.suppress(Exception):  # a mesh that already failed has nothing to stop
-                await asyncio.wait_for(ask(), timeout_s)
-            remaining = await wait_until_gone(self._pids, timeout_s)
-            kill_processes(remaining)
-            await wait_until_gone(remaining, timeout_s)
+        asking = asyncio.ensure_future(ask())
+        try:
+            if self._pids:
+                remaining = await wait_until_gone(self._pids, timeout_s)
+                kill_processes(remaining)
+                await wait_until_gone(remaining, timeout_s)
+            await asyncio.wait({asking}, timeout=max(0.5, deadline - time.monotonic()))
         finally:
+            asking.cancel()
             faults.unregister(self.label)
             for callback in self._on_stop:
                 callback()

@@ -41,7 +41,9 @@ def test_named_cores_that_overlap_warn():
 
 
 def test_bad_cores_are_refused():
-    with pytest.raises(ConfigError, match=r"policy_cores = \[7\]: must be among the cores this process may use, \[0, 1\]"):
+    with pytest.raises(
+        ConfigError, match=r"policy_cores = \[7\]: must be among the cores this process may use, \[0, 1\]"
+    ):
         plan_placement(PlacementConfig(policy_cores=[7]), 1, 1, cores=[0, 1])
     with pytest.raises(ConfigError, match=r"trainer_cores = \[\]"):
         PlacementConfig(trainer_cores=[])

@@ -16,7 +16,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE # a second start would compile the engines' modules again
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo smollm2 test check format lock clean
+.PHONY: help setup grpo smollm2 test check format docs lock clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -38,6 +38,9 @@ check: setup ## ruff check, ruff format --check, mypy
 
 format: setup ## ruff: fix what can be fixed, then format
 	@$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
+
+docs: setup ## rewrite docs/configuration-reference.md from the config dataclasses
+	@$(BIN)/python tools/config_reference.py
 
 lock: setup ## rewrite requirements/$(EXTRA).txt from pyproject.toml and the overrides
 	@tools/lock.sh $(BIN) $(EXTRA)

@@ -1,1 +1,1 @@
-"""Helpers for tests: tiny models made once per test session, scripted policies."""
+"""Helpers for tests: tiny models, made once per test session."""

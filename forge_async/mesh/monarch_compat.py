@@ -5,22 +5,27 @@
   and then becomes Monarch's ``bootstrap_main``. ``tests/mesh/test_actor.py::test_process_environment`` fails when the
   entry moves.
 - ``ActorError`` is pickled by Monarch with the exception it carries, which is rebuilt from ``args`` alone: one whose
-  ``__init__`` takes something else arrives as an unrelated ``TypeError``. Here it is rebuilt without ``__init__``, and one
+  ``__init__`` takes something else arrives as an unrelated ``TypeError``. Here it is rebuilt without ``__init__``; one
   that cannot be pickled at all becomes a ``RuntimeError`` with its text. ``test_remote_errors_keep_their_kind`` tells.
+- ``shutdown_at_exit``: Monarch ends its client at interpreter exit and gives that one second; on a busy machine the
+  ``TimeoutError`` is printed after an otherwise clean run.
 - ``SupervisionError``: exported only by the Rust bindings.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import cloudpickle
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import ActorError, HostMesh, ProcMesh, default_bootstrap_cmd
+from monarch.actor import ActorError, HostMesh, ProcMesh, default_bootstrap_cmd, shutdown_context, this_host
 
-__all__ = ["SupervisionError", "WORKER_MAIN", "spawn_proc_mesh"]
+__all__ = ["CORES_VARIABLE", "SupervisionError", "WORKER_MAIN", "shutdown_at_exit", "spawn_proc_mesh"]
 
 CORES_VARIABLE = "FORGE_ASYNC_CORES"
 
@@ -49,6 +54,18 @@ def spawn_proc_mesh(
     return hosts.spawn_procs(per_host={"procs": procs}, name=name, bootstrap_command=command)
 
 
+@functools.cache
+def shutdown_at_exit() -> None:
+    """Start Monarch's client, and end it at exit before Monarch's own handler would, with more patience."""
+    this_host()  # registers Monarch's handler; handlers run in reverse order of registration
+
+    def shut_down() -> None:
+        with contextlib.suppress(Exception):  # the interpreter is ending: nobody is left to handle it
+            shutdown_context(host_timeout=0.3).get(timeout=5.0)
+
+    atexit.register(shut_down)
+
+
 def _rebuild_actor_error(
     kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any], message: str, formatted: str
 ) -> ActorError:
@@ -65,7 +82,7 @@ def _reduce_actor_error(error: ActorError) -> tuple[Any, ...]:
     carried = (type(exception), exception.args, dict(exception.__dict__))
     try:
         cloudpickle.dumps(carried)
-    except Exception:  # noqa: BLE001 - whatever pickling raises, the caller must learn what the endpoint raised
+    except Exception:
         carried = (RuntimeError, (f"{type(exception).__name__}: {exception}",), {})
     return _rebuild_actor_error, (*carried, error.message, error.exception_formatted)
 

@@ -6,6 +6,7 @@ wherever there are enough.
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Iterable
@@ -77,8 +78,8 @@ def plan_placement(
 
 
 def deal(cores: list[int], parts: int) -> list[list[int]]:
-    """Deal ``cores`` into ``parts`` runs whose lengths differ by at most one; with fewer cores than parts, parts share."""
+    """Deal ``cores`` into ``parts`` runs of nearly equal length; with fewer cores than parts, parts share."""
     if len(cores) < parts:
         return [[cores[part % len(cores)]] for part in range(parts)]
     bounds = [round(part * len(cores) / parts) for part in range(parts + 1)]
-    return [cores[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [cores[start:end] for start, end in itertools.pairwise(bounds)]

@@ -92,5 +92,3 @@ class ProcessWatch:
         """Stop watching."""
         for pid in list(self._descriptors):
             self._forget(pid)
-
-

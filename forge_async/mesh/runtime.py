@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from forge_async.errors import ForgeError
+from forge_async.mesh.monarch_compat import shutdown_at_exit
 from forge_async.mesh.processes import find_processes, kill_processes, wait_until_gone
 from forge_async.mesh.supervision import install_fault_hook
 
@@ -63,6 +64,7 @@ class MeshRuntime:
         if _current is not None:
             raise ForgeError("a MeshRuntime is already open in this process")
         install_fault_hook()
+        shutdown_at_exit()
         _current = self
         atexit.register(self._kill_now)
         self._main_task = asyncio.current_task()

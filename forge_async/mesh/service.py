@@ -114,7 +114,7 @@ class Service:
             except ActorDied as error:
                 self._note_death(replica, handle)
                 return ReplicaDied(f"replica {replica.index}: {error}")
-            except Exception as error:  # noqa: BLE001 - handed to the caller as a value
+            except Exception as error:
                 return error
 
         return list(await asyncio.gather(*(one(replica) for replica in self.replicas)))
@@ -194,7 +194,7 @@ class Service:
                 handle = await self._spawn(replica)
                 if self.on_respawn is not None:
                     await self.on_respawn(handle)
-            except Exception as error:  # noqa: BLE001 - counted; the service gives the slot up after some
+            except Exception as error:
                 replica.failed_starts += 1
                 replica.last_failure = error
                 logger.warning("replica %d failed to start (%d): %s", replica.index, replica.failed_starts, error)

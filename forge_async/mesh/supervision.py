@@ -1,7 +1,8 @@
 """Faults that Monarch reports, handed to whoever owns the mesh they happened on.
 
 Without a hook Monarch answers an unhandled fault with ``KeyboardInterrupt`` in the controller. The hook installed here
-collects the fault instead; the owner of the mesh decides (a service respawns its replica, a trainer's death ends the run).
+collects the fault instead and the owner of the mesh decides: a service respawns its replica, a trainer's death ends the
+run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,30 @@
 """Versioned weights on torchstore: packed buckets, atomic commit, leases, digests."""
 
-from forge_async.store.digest import tensor_digest, version_digest
-from forge_async.store.errors import StoreError, VersionGone
-from forge_async.store.layout import Manifest, PartManifest, TensorEntry, TensorShard
-from forge_async.store.weight_store import Pulled, StoreConfig, WeightStore
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forge_async.store.config import StoreConfig
+    from forge_async.store.digest import tensor_digest, version_digest
+    from forge_async.store.errors import StoreError, VersionGone
+    from forge_async.store.layout import Manifest, PartManifest, TensorEntry, TensorShard
+    from forge_async.store.weight_store import Pulled, WeightStore
+
+_ROOMS = {
+    "StoreConfig": "config",
+    "tensor_digest": "digest",
+    "version_digest": "digest",
+    "StoreError": "errors",
+    "VersionGone": "errors",
+    "Manifest": "layout",
+    "PartManifest": "layout",
+    "TensorEntry": "layout",
+    "TensorShard": "layout",
+    "Pulled": "weight_store",
+    "WeightStore": "weight_store",
+}
 
 __all__ = [
     "Manifest",
@@ -18,3 +39,10 @@ __all__ = [
     "tensor_digest",
     "version_digest",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: reading a config must not wait for torch and torchstore."""
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_ROOMS[name]}"), name)

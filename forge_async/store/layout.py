@@ -173,14 +173,12 @@ def overlap(one: Piece, other: Piece) -> bool:
     """True when two pieces of a tensor share an element; two pieces of a scalar always do."""
     return all(
         max(start, other_start) < min(start + size, other_start + other_size)
-        for start, size, other_start, other_size in zip(
-            one.offsets, one.shape, other.offsets, other.shape, strict=True
-        )
+        for start, size, other_start, other_size in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
     )
 
 
 def in_row_major_order(pieces: Sequence[Piece]) -> bool:
-    """True when the bytes of ``pieces``, one after the other, are those of the full tensor (split along dimension 0)."""
+    """True when the bytes of ``pieces``, one after the other, are the full tensor's (split along dimension 0)."""
     return all(piece.shape[1:] == piece.global_shape[1:] for piece in pieces)
 
 

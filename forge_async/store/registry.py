@@ -133,12 +133,13 @@ class Registry(ForgeActor):
     @concurrent_endpoint
     async def begin(self, version: int, rank: int, sizes: list[int], shares_memory: bool) -> Grant:
         """Room for the buckets of one rank's part; a part granted before for the same version and rank is void."""
+        entry = self._versions.get(version)
+        former = entry.parts.pop(rank, None) if entry is not None and entry.manifest is None else None
+        if former is not None:
+            await self._discard([former])
         if self._latest is not None and version <= self._latest:
             raise StoreError(f"version {version} cannot be written: version {self._latest} is committed already")
         entry = self._versions.setdefault(version, _Version())
-        former = entry.parts.pop(rank, None)
-        if former is not None:
-            await self._discard([former])
         attempt = f"{next(self._attempts)}"
         segments = [self._pool.take(nbytes) for nbytes in sizes] if shares_memory else []
         keys = [bucket_key(version, rank, attempt, index) for index in range(len(sizes))]
@@ -148,22 +149,10 @@ class Registry(ForgeActor):
     @concurrent_endpoint
     async def commit(self, version: int, parts: list[PartManifest]) -> Manifest:
         """Check that the parts make whole tensors, digest those that no rank had whole, and show the version."""
-        entry = self._versions.get(version)
-        if entry is None or entry.manifest is not None:
-            raise StoreError(f"version {version} cannot be committed: " + ("twice" if entry else "nothing was put"))
-        if not any(part.pieces for part in parts):
-            raise StoreError(f"version {version} cannot be committed: it holds no tensor")
-        for part in parts:
-            granted = entry.parts.get(part.rank)
-            if part.version != version or granted is None or granted.attempt != part.attempt:
-                raise StoreError(
-                    f"version {version} cannot be committed: the part of rank {part.rank} belongs to version "
-                    f"{part.version} or was put again since"
-                )
+        self._check_parts(version, parts)
         pieces = group_pieces(parts)
         manifest = build_manifest(version, parts, await self._digests(pieces))
-        if self._latest is not None and version <= self._latest:
-            raise StoreError(f"version {version} cannot be committed: version {self._latest} was, meanwhile")
+        entry = self._check_parts(version, parts)  # again: others were served meanwhile
         entry.manifest = manifest
         self._latest = version
         async with self._committed:
@@ -226,6 +215,23 @@ class Registry(ForgeActor):
             "segments": len(self._pool.live()),
             "segment_bytes": self._pool.nbytes,
         }
+
+    def _check_parts(self, version: int, parts: list[PartManifest]) -> _Version:
+        refused = f"version {version} cannot be committed: "
+        entry = self._versions.get(version)
+        if entry is not None and entry.manifest is not None:
+            raise StoreError(refused + "it is already")
+        if self._latest is not None and version <= self._latest:
+            raise StoreError(refused + f"version {self._latest} is newer")
+        if entry is None or not any(part.pieces for part in parts):
+            raise StoreError(refused + "nothing was put")
+        for part in parts:
+            granted = entry.parts.get(part.rank)
+            if part.version != version or granted is None or granted.attempt != part.attempt:
+                raise StoreError(
+                    refused + f"the part of rank {part.rank} belongs to version {part.version} or was put again since"
+                )
+        return entry
 
     async def _digests(self, pieces: dict[str, list[Piece]]) -> dict[str, str]:
         split = {name: own for name, own in pieces.items() if own[0].digest is None}

@@ -11,17 +11,18 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from monarch.actor import ActorError
 
-from forge_async.errors import ForgeError, require
+from forge_async.errors import ForgeError
 from forge_async.mesh import ActorHandle, current_runtime
 from forge_async.mesh.actor import translate
 from forge_async.mesh.monarch_compat import SupervisionError
 from forge_async.store import torchstore_compat
+from forge_async.store.config import StoreConfig
 from forge_async.store.digest import tensor_digest
 from forge_async.store.errors import StoreError
 from forge_async.store.layout import Manifest, PartManifest, Piece, TensorShard, assemble, plan_buckets
@@ -34,28 +35,6 @@ _reachable: dict[str, bool] = {}
 
 POLL_S = 10.0
 """Seconds one ``wait_for_newer`` request waits in the store before it is asked again."""
-
-
-@dataclass(frozen=True)
-class StoreConfig:
-    """How weights travel from the trainer to the policy."""
-
-    bucket_mib: int = 256
-    """Largest packed buffer, MiB; a larger tensor gets a buffer of its own."""
-    keep_versions: int = 2
-    """Newest versions kept when no reader holds them."""
-    transport: str = "auto"
-    """``shared_memory``: one host only, an error elsewhere; ``rpc``: through Monarch's messages; ``auto``: shared memory
-    where writer and store, or store and reader, are on one host."""
-    lease_ttl_s: float = 60.0
-    """Seconds after which the hold of a reader that died ends; living readers renew theirs."""
-
-    def __post_init__(self) -> None:
-        require(self.bucket_mib >= 1, "bucket_mib", self.bucket_mib, "at least 1 (MiB)")
-        require(self.keep_versions >= 1, "keep_versions", self.keep_versions, "at least 1")
-        require(self.lease_ttl_s > 0, "lease_ttl_s", self.lease_ttl_s, "above 0 (seconds)")
-        transports = ("auto", "shared_memory", "rpc")
-        require(self.transport in transports, "transport", self.transport, f"one of {', '.join(transports)}")
 
 
 class WeightStore:
@@ -112,9 +91,7 @@ class WeightStore:
             if grant.segments is None:
                 buckets = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in sizes]
             else:
-                buckets = [
-                    attach(segment)[:nbytes] for segment, nbytes in zip(grant.segments, sizes, strict=True)
-                ]
+                buckets = [attach(segment)[:nbytes] for segment, nbytes in zip(grant.segments, sizes, strict=True)]
             pieces = [
                 write_shard(shard, keys[slot.bucket], slot.start, buckets[slot.bucket])
                 for shard, slot in zip(shards, slots, strict=True)
@@ -249,7 +226,9 @@ class Pulled:
         self._check()
         entry = self.manifest.tensors[name]
         if tuple(destination.shape) != entry.shape:
-            raise StoreError(f"{name} has shape {entry.shape} in version {self.version}, not {tuple(destination.shape)}")
+            raise StoreError(
+                f"{name} has shape {entry.shape} in version {self.version}, not {tuple(destination.shape)}"
+            )
         assemble(entry.pieces, self._buckets, into=destination)
 
     async def release(self) -> None:
@@ -262,8 +241,7 @@ class Pulled:
             return
         self._released = True
         self._renewal.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._renewal
+        await asyncio.wait({self._renewal})
         self._buckets.clear()
         if not await self._store._request("release", self._lease_id):
             raise StoreError(
@@ -299,7 +277,7 @@ def write_shard(shard: TensorShard, key: str, start: int, bucket: torch.Tensor) 
 
 
 async def finish_in_thread(function: Any) -> Any:
-    """Run ``function`` in a thread; a cancellation is delivered only when it has ended, since it writes shared memory."""
+    """Run ``function`` in a thread; a cancellation waits for its end, since it writes shared memory."""
     running = asyncio.ensure_future(asyncio.to_thread(function))
     try:
         return await asyncio.shield(running)

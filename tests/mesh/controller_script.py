@@ -45,7 +45,7 @@ async def main(where: str) -> None:
         if where == "start":
             print("READY", flush=True)
         first = await Busy.spawn()
-        service = await Busy.options(num_replicas=2).as_service()
+        service = await Busy.options(num_replicas=2 if where == "calls" else 1).as_service()
         calls = [asyncio.ensure_future(call) for call in (first.call("block"), service.call("sleep"))]
         if where == "store":
             from forge_async.store import WeightStore

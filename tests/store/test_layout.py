@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from forge_async.store import StoreError
-from forge_async.store.layout import Piece, assemble, check_coverage, digest_of_pieces, plan_buckets
 from forge_async.store.digest import tensor_digest, version_digest
+from forge_async.store.layout import Piece, assemble, check_coverage, digest_of_pieces, plan_buckets
 
 
 def piece(offsets, shape, global_shape=(4, 6), dtype="float32", start=0, bucket="b"):

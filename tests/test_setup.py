@@ -285,8 +285,9 @@ def test_make_targets() -> None:
         pytest.skip("make is not installed")
 
     def planned(*arguments: str) -> list[str]:
+        environ = {"PATH": os.environ["PATH"]}  # not the settings of a make that runs this test
         result = subprocess.run(
-            [make, "-n", *arguments], cwd=ROOT, text=True, capture_output=True, check=True, timeout=60
+            [make, "-n", *arguments], cwd=ROOT, env=environ, text=True, capture_output=True, check=True
         )
         return [entry for entry in result.stdout.splitlines() if not entry.startswith("make")]
 

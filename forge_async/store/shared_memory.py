@@ -1,8 +1,8 @@
 """Shared memory without names: segments are memory files that the kernel frees with their last user.
 
 A segment is a ``memfd`` of the store's process, mapped by others through ``/proc/<pid>/fd/<n>``. It survives the
-kill -9 of a trainer or a reader, has no entry in ``/dev/shm`` (whose size containers limit, often to 64 MiB), and cannot be
-left behind, whoever is killed.
+kill -9 of a trainer or a reader, has no entry in ``/dev/shm`` (whose size containers limit, often to 64 MiB), and
+cannot be left behind, whoever is killed.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def plot_rewards(curve: Curve, path: Path, title: str = "Mean reward", staleness
         lower.plot(curve.steps, curve.staleness_mean, color=STALE_MEAN, linewidth=1.6, label="mean")
     if staleness_bound is not None:
         lower.axhline(staleness_bound, color=BOUND, linewidth=1, linestyle="--", label=f"bound {staleness_bound}")
-    lower.set_ylim(-0.1, max([1.0, staleness_bound or 0, *curve.staleness_max]) * 1.25)
+    lower.set_ylim(-0.1, max([1.0, staleness_bound or 0, *curve.staleness_max]) * 1.6)
     lower.set_ylabel("staleness\n(versions)")
     lower.set_xlabel("optimizer step")
     lower.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))

@@ -49,7 +49,7 @@ class PackedRow:
 
 @dataclass(frozen=True)
 class _Unit:
-    """Sequences packed together since they share ``prefix_length`` first tokens; ``cost`` is their tokens in the row."""
+    """Sequences packed together: they share ``prefix_length`` first tokens. ``cost`` is their tokens in the row."""
 
     members: tuple[int, ...]
     prefix_length: int

@@ -5,7 +5,7 @@ What is here and why (each is covered by a test of ``tests/trainer/test_model.py
 - ``torch._utils._get_available_device_type`` is made to answer ``"cpu"`` where there is no accelerator; torchtitan's
   module-level device lookup fails on ``None`` there.
 - :class:`SegmentAttention` replaces flex and varlen attention, which do not train on CPU.
-- :class:`LogprobHead` replaces the output layer so that full logits are never kept (and so that the projection still runs
+- :class:`LogprobHead` replaces the output layer, so that full logits are never kept and the projection still runs
   inside the FSDP-managed module).
 - :class:`PreciseGroupedExperts` and :class:`PreciseGate` replace the MoE parts that cast to bfloat16 or rely on a
   float32 autocast, which CPU does not have.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,5 +196,9 @@ def use_plain_sums(model: nn.Module) -> None:
 
 
 def quiet_titan() -> None:
-    """Leave torchtitan's progress messages out of the console; warnings still show."""
+    """Leave progress messages, and warnings about what is intended here, out of the console."""
     logging.getLogger().setLevel(max(logging.getLogger().level, logging.WARNING))
+    # The router asks for float32 autocast, which CPU lacks: PreciseGate does without.
+    warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
+    # A trainer of one process has no process group, and saves alone on purpose.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -1,4 +1,4 @@
-"""One rank of ``test_fsdp.py``: loads a checkpoint, steps, and writes what it saw. Arguments: model, checkpoint, output."""
+"""One rank of ``test_fsdp.py``: loads a checkpoint, steps, writes what it saw. Arguments: model, checkpoint, output."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from forge_async.mesh.placement import PlacementConfig
 from forge_async.observability.config import MetricsConfig
 from forge_async.policy.config import PolicyConfig
 from forge_async.rollout.config import DatasetConfig, RewardConfig, RolloutConfig
-from forge_async.store.weight_store import StoreConfig
+from forge_async.store.config import StoreConfig
 from forge_async.trainer.config import TrainerConfig
 
 
@@ -120,6 +120,22 @@ class Config:
             sampling.max_tokens,
             f"less than policy.max_model_len ({policy.max_model_len}), which holds prompt and completion",
         )
+        require(
+            sampling.temperature > 0,
+            "policy.sampling.temperature",
+            sampling.temperature,
+            "above 0 for training",
+            "Greedy samples have no distribution to correct for.",
+        )
+        for key, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("min_tokens", 0)):
+            require(
+                getattr(sampling, key) == neutral,
+                f"policy.sampling.{key}",
+                getattr(sampling, key),
+                f"{neutral} for training",
+                "The trainer cannot yet replay which tokens the sampler kept, so its log-probs would be biased; "
+                "use temperature instead.",
+            )
         require(
             self.trainer.max_sequence_tokens >= policy.max_model_len,
             "trainer.max_sequence_tokens",

@@ -21,6 +21,10 @@ class ConfigError(ForgeError):
         self.key, self.value, self.allowed, self.remedy = key, value, allowed, remedy
         super().__init__(f"{key} = {value!r}: must be {allowed}." + (f" {remedy}" if remedy else ""))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[object, ...]]:
+        """Its arguments are not those of ``Exception``: it crosses processes by its own."""
+        return type(self), (self.key, self.value, self.allowed, self.remedy)
+
     def prefixed(self, prefix: str) -> ConfigError:
         """The same error with ``prefix`` before its key."""
         return ConfigError(f"{prefix}.{self.key}" if prefix else self.key, self.value, self.allowed, self.remedy)

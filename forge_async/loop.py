@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
@@ -120,6 +121,7 @@ class AsyncLoop:
         self.tally = Tally()
         self._tasks: set[asyncio.Task[None]] = set()
         self._followers: set[asyncio.Task[None]] = set()
+        self._stopping = False
 
     async def steps(self, count: int) -> AsyncIterator[Step]:
         """Run the loop for ``count`` optimizer steps or until the dataset ends.
@@ -176,13 +178,22 @@ class AsyncLoop:
         self.record("episode_failed", episode=episode_id, reason=reason, message=message)
 
     async def _generate(self, prompt_token_ids: np.ndarray, sampling: SamplingConfig, session: str) -> Completion:
-        """One completion; sent again when its replica dies, for as long as its rollout has time."""
-        while True:
-            try:
-                return await self.policy.call("generate", prompt_token_ids, sampling, session=session)
-            except ReplicaDied as error:
-                self.tally.requeued += 1
-                self.record("requeued", session=session, cause=str(error))
+        """One completion; sent again when its replica dies, for as long as its rollout has time. Cancelled, it aborts."""
+        request_id = uuid.uuid4().hex
+        try:
+            while True:
+                try:
+                    return await self.policy.call("generate", prompt_token_ids, sampling, request_id, session=session)
+                except ReplicaDied as error:
+                    self.tally.requeued += 1
+                    self.record("requeued", session=session, cause=str(error))
+        except asyncio.CancelledError:
+            if not self._stopping:  # the engine goes on with a request whose caller has left
+                self._start(self._abort(request_id))
+            raise
+
+    async def _abort(self, request_id: str) -> None:
+        await self.policy.fan_out("abort", request_id, timeout=30.0)
 
     async def _train(self, index: int, batch: list[Group], wait_s: float, last: float) -> Step:
         rewards = [[episode.reward for episode in group.episodes] for group in batch]
@@ -272,6 +283,7 @@ class AsyncLoop:
             self.buffer.fail(failure)
 
     async def _stop(self) -> None:
+        self._stopping = True
         self.buffer.close()
         tasks = list(self._tasks)
         for task in tasks:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,8 @@ def test_override_values_arrive_as_written(override: str, value: object) -> None
         ("policy.sampling.max_tokens=5000", "policy.sampling.max_tokens", "less than max_model_len (1024)"),
         ("policy.max_model_len=9000", "trainer.max_sequence_tokens", "at least policy.max_model_len (9000)"),
         ("policy.dtype=bfloat16", "checks.ratio_tolerance", "at least 0.01"),
+        ("policy.sampling.top_p=0.9", "policy.sampling.top_p", "1.0 for training"),
+        ("policy.sampling.temperature=0", "policy.sampling.temperature", "above 0"),
         ("model.prepare=sft", "model.warmup_config", "a YAML file"),
         ("steps", "steps", "key=value"),
     ],
@@ -108,3 +111,9 @@ def test_the_printed_tree_loads_again(config_file: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_config_loads(path: Path) -> None:
     load_config(path, schema=SFTConfig if path.stem.startswith("sft") else Config)
+
+
+def test_a_config_error_crosses_processes() -> None:
+    error = ConfigError("a.b", 3, "above 3", "Raise it.")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.key, copy.value) == (str(error), "a.b", 3)

@@ -38,8 +38,12 @@ WORKER_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning,ignore::UserWarning",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "VLLM_LOGGING_LEVEL": "ERROR",
 }
-"""Set in every worker before its interpreter starts: idle threads yield their core, and nothing reaches for a hub."""
+"""Set in every worker before its interpreter starts: idle threads yield their core, nothing reaches for a hub, and the
+engines' notices to their own developers stay out of a run's output."""
 
 
 class ForgeActor(Actor):

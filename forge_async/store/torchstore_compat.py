@@ -5,18 +5,24 @@
 - ``SegmentTransportBuffer``: torchstore's transports on CPU send tensors through Monarch's RPC, at about 0.1 GB/s. This
   one sends the address of a shared-memory segment where both ends are on one host, else the tensor as before. It plugs
   in at ``Pipe.create_transport_buffer``, the only place where torchstore chooses a transport.
+- ``HYPERACTOR_CODEC_MAX_FRAME_LENGTH``: torchstore sets it at import, with a printed warning, where it is not set;
+  here it is set to the same value before.
 
-``tests/store/test_torchstore_compat.py`` fails when either is no longer needed.
+``tests/store/test_torchstore_compat.py`` fails when one is no longer needed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
+
 import torchstore.api as torchstore_api
 from monarch.actor import endpoint
 from torchstore.client import LocalClient

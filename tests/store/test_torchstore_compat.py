@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 
 from torchstore.controller import Controller
 from torchstore.transport.pipe import Pipe
@@ -27,3 +30,15 @@ def test_transport_is_still_chosen_by_the_pipe():
         ours = Pipe(storage_volume=None).create_transport_buffer()
     assert isinstance(ours, torchstore_compat.SegmentTransportBuffer)
     assert "create_transport_buffer" in inspect.getsource(Pipe.put_to_storage_volume)
+
+
+def test_torchstore_still_warns_about_the_frame_length() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "HYPERACTOR_CODEC_MAX_FRAME_LENGTH"}
+
+    def output_of(module: str) -> str:
+        command = [sys.executable, "-c", f"import {module}"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout + done.stderr
+
+    assert "HYPERACTOR_CODEC_MAX_FRAME_LENGTH" in output_of("torchstore")
+    assert "HYPERACTOR_CODEC_MAX_FRAME_LENGTH" not in output_of("forge_async.store.torchstore_compat")

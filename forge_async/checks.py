@@ -69,8 +69,9 @@ async def check_ratios(
         shown = "; ".join(text for _, text in sorted(worst, reverse=True)[:3])
         raise RunFailed(
             f"trainer and policy disagree on unchanged weights: |ratio - 1| is up to {every.max():.2e} (mean "
-            f"{every.mean():.1e}) over {len(every)} tokens, checks.ratio_tolerance is {config.checks.ratio_tolerance:g}. "
-            f"{shown}. Training would be biased, so the run stops; compare the two sides' dtype, temperature and top-k/top-p."
+            f"{every.mean():.1e}) over {len(every)} tokens, checks.ratio_tolerance is "
+            f"{config.checks.ratio_tolerance:g}. {shown}. Training would be biased, so the run stops; compare the two "
+            "sides' dtype and temperature."
         )
     return report
 

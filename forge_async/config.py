@@ -127,6 +127,12 @@ class Config:
             "above 0 for training",
             "Greedy samples have no distribution to correct for.",
         )
+        require(
+            self.buffer.min_group_size <= self.rollout.group_size,
+            "buffer.min_group_size",
+            self.buffer.min_group_size,
+            f"at most rollout.group_size ({self.rollout.group_size})",
+        )
         for key, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("min_tokens", 0)):
             require(
                 getattr(sampling, key) == neutral,

@@ -178,7 +178,7 @@ class AsyncLoop:
         self.record("episode_failed", episode=episode_id, reason=reason, message=message)
 
     async def _generate(self, prompt_token_ids: np.ndarray, sampling: SamplingConfig, session: str) -> Completion:
-        """One completion; sent again when its replica dies, for as long as its rollout has time. Cancelled, it aborts."""
+        """One completion; sent again when its replica dies, within its rollout's time. Cancelled, it is aborted."""
         request_id = uuid.uuid4().hex
         try:
             while True:

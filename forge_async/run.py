@@ -344,7 +344,7 @@ class Run:
         self._events.write(
             "step", index=step.index, version=step.stats.version, reward=step.reward, staleness=step.staleness_max
         )
-        if step.truncated > 0.9 and not self._warned_truncated:
+        if step.truncated > self.config.rollout.truncation_warning and not self._warned_truncated:
             self._warned_truncated = True
             self.console.warn(
                 f"{step.truncated:.0%} of the completions ended at policy.sampling.max_tokens "

@@ -77,6 +77,7 @@ def test_override_values_arrive_as_written(override: str, value: object) -> None
         ("policy.dtype=bfloat16", "checks.ratio_tolerance", "at least 0.01"),
         ("policy.sampling.top_p=0.9", "policy.sampling.top_p", "1.0 for training"),
         ("policy.sampling.temperature=0", "policy.sampling.temperature", "above 0"),
+        ("rollout.group_size=1", "buffer.min_group_size", "at most rollout.group_size (1)"),
         ("model.prepare=sft", "model.warmup_config", "a YAML file"),
         ("steps", "steps", "key=value"),
     ],

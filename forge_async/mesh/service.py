@@ -45,6 +45,8 @@ class Service:
 
     max_failed_starts = 3
     """A slot whose replica fails to start this often in a row is given up."""
+    max_sessions = 10_000
+    """Sessions remembered; beyond, the oldest is forgotten and may move to another replica."""
 
     def __init__(
         self,
@@ -167,6 +169,8 @@ class Service:
         chosen = min(healthy, key=lambda replica: replica.in_flight)
         if session is not None:
             self._sessions[session] = chosen.index
+            if len(self._sessions) > self.max_sessions:
+                del self._sessions[next(iter(self._sessions))]
         return chosen
 
     async def _spawn(self, replica: Replica) -> ActorHandle:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console as RichConsole
-from rich.table import Table
+from rich.text import Text
 
 from forge_async.observability.jsonl import to_plain
 from forge_async.observability.run_folder import write_whole
@@ -88,11 +88,9 @@ class Summary:
     def print(self, path: Path, plot: Path | None = None, file: IO[str] | None = None) -> None:
         """Print the summary for a person; the last line is the path of ``summary.json`` and nothing else."""
         file = file or sys.stdout
-        console = RichConsole(file=file, highlight=False, width=None if file.isatty() else 110)
-        table = Table.grid(padding=(0, 2))
+        console = RichConsole(file=file, highlight=False, soft_wrap=True)
         for label, text in self.lines(plot):
-            table.add_row(f"[bold]{label}[/bold]", text)
-        console.print(table)
+            console.print(Text.assemble((f"{label:<11}", "bold"), text))
         file.write(f"{path}\n")  # not through rich: a long path must not be wrapped
         file.flush()
 

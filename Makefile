@@ -42,7 +42,8 @@ format: setup ## ruff: fix what can be fixed, then format
 docs: setup ## rewrite docs/configuration-reference.md from the config dataclasses
 	@$(BIN)/python tools/config_reference.py
 
-lock: setup ## rewrite requirements/$(EXTRA).txt from pyproject.toml and the overrides
+lock: ## rewrite requirements/$(EXTRA).txt from pyproject.toml and the overrides
+	@test -x $(BIN)/uv || { echo "make lock needs an environment: run make setup first" >&2; exit 1; }
 	@tools/lock.sh $(BIN) $(EXTRA)
 
 clean: ## remove .venv and the caches

@@ -155,6 +155,7 @@ def machine(setup_module: ModuleType, tmp_path: Path, monkeypatch: pytest.Monkey
 echo "$@" >> {tmp_path}/calls
 case "$*" in
   *"config get"*) exit 1;;
+  *"torch.version.cuda"*) cat {tmp_path}/torch 2>/dev/null; exit 0;;
   *"uv pip install"*) if [ -e {tmp_path}/fail ]; then cat {tmp_path}/fail; exit 1; fi;;
 esac"""
 
@@ -197,6 +198,17 @@ def test_a_failed_setup_says_why_and_is_redone(setup_module: ModuleType, machine
     (machine / "fail").unlink()
     assert setup_module.setup(venv, "cpu") is True
     assert not (venv / "half-installed").exists()
+
+
+def test_a_cpu_torch_in_the_cuda_environment_is_refused(setup_module: ModuleType, machine: Path) -> None:
+    (machine / "torch").write_text("torch for cpu")
+    assert setup_module.setup(machine / "venv", "cpu") is True
+    with pytest.raises(
+        setup_module.SetupError, match="a CPU build of torch was installed where a CUDA build is wanted"
+    ):
+        setup_module.setup(machine / "venv", "cuda")
+    (machine / "torch").write_text("torch for 13.0")
+    assert setup_module.setup(machine / "venv", "cuda") is True
 
 
 def test_an_interrupted_setup_is_redone(

@@ -267,12 +267,17 @@ def compile_packages(venv: Path) -> None:
     call(command, environ)
 
 
-def check_installed(venv: Path) -> None:
-    """The packages load on this machine."""
-    code = "import torch, monarch.actor, forge_async.types"
+def check_installed(venv: Path, extra: str) -> None:
+    """The packages load on this machine, and torch is the build that was asked for."""
+    code = "import torch, monarch.actor, forge_async.types; print('torch for', torch.version.cuda or 'cpu')"
     result = call([str(venv / "bin" / "python"), "-c", code], os.environ)
     if result.returncode:
         raise SetupError("the installed packages do not load on this machine:\n    " + result.stdout.strip()[-800:])
+    if extra == "cuda" and "torch for cpu" in result.stdout:
+        raise SetupError(
+            "a CPU build of torch was installed where a CUDA build is wanted: a folder or index that comes first "
+            "(UV_FIND_LINKS, PIP_FIND_LINKS or pip's settings) offers it. Leave that one out and run make setup again."
+        )
 
 
 def setup(venv: Path, extra: str) -> bool:
@@ -307,7 +312,7 @@ def setup(venv: Path, extra: str) -> bool:
         install(venv, extra, compilers)
         print("  Byte-compiling", flush=True)
         compile_packages(venv)
-        check_installed(venv)
+        check_installed(venv, extra)
         write_stamp(venv, wanted)
         print(f"set-up: done in {time.monotonic() - started:.0f} s", flush=True)
     return True

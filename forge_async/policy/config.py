@@ -110,7 +110,7 @@ class PolicyConfig:
             f"at least max_num_seqs ({self.max_num_seqs})",
             "Every running request needs one token in each forward pass.",
         )
-        require(self.block_size in (16, 32, 64, 128), "block_size", self.block_size, "16, 32, 64 or 128 (tokens)")
+        require(self.block_size in (32, 64, 128), "block_size", self.block_size, "32, 64 or 128 (tokens)")
         require(self.kv_cache_gib > 0, "kv_cache_gib", self.kv_cache_gib, "greater than 0")
         require(
             self.sampling.max_tokens < self.max_model_len,

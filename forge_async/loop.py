@@ -122,6 +122,8 @@ class AsyncLoop:
         self._tasks: set[asyncio.Task[None]] = set()
         self._followers: set[asyncio.Task[None]] = set()
         self._stopping = False
+        # Requests beyond what the engines decode at once wait here, where the next free replica can still be chosen.
+        self._seats = asyncio.Semaphore(config.policy.num_replicas * config.policy.max_num_seqs)
 
     async def steps(self, count: int) -> AsyncIterator[Step]:
         """Run the loop for ``count`` optimizer steps or until the dataset ends.
@@ -183,7 +185,8 @@ class AsyncLoop:
         try:
             while True:
                 try:
-                    return await self.policy.call("generate", prompt_token_ids, sampling, request_id, session=session)
+                    async with self._seats:
+                        return await self.policy.call("generate", prompt_token_ids, sampling, request_id, session=session)
                 except ReplicaDied as error:
                     self.tally.requeued += 1
                     self.record("requeued", session=session, cause=str(error))

@@ -186,7 +186,9 @@ class AsyncLoop:
             while True:
                 try:
                     async with self._seats:
-                        return await self.policy.call("generate", prompt_token_ids, sampling, request_id, session=session)
+                        return await self.policy.call(
+                            "generate", prompt_token_ids, sampling, request_id, session=session
+                        )
                 except ReplicaDied as error:
                     self.tally.requeued += 1
                     self.record("requeued", session=session, cause=str(error))

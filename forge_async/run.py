@@ -25,6 +25,7 @@ from forge_async.config import Config, to_yaml
 from forge_async.errors import ConfigError, RunFailed
 from forge_async.loop import AsyncLoop, Step
 from forge_async.mesh import ActorHandle, MeshRuntime, Service, plan_placement
+from forge_async.mesh.runtime import visible_gpus
 from forge_async.observability import (
     Console,
     EpisodeRecorder,
@@ -95,7 +96,7 @@ class Run:
         self._metrics = MetricsLogger(folder.path, config.metrics)
         self._recorder = EpisodeRecorder(folder.episodes, config.metrics.episodes_per_step, config.seed)
         self._tokenizer: Any = None
-        self._idle, self._generated, self._trained = IdleMeter(), RateMeter(), RateMeter()
+        self._idle, self._generated = IdleMeter(), RateMeter()
         self._loop: AsyncLoop | None = None
         self._source: PromptSource
         self._rewards: RewardPool | None = None
@@ -111,6 +112,7 @@ class Run:
         assert self._loop is not None
         self._began = self._stepped = time.monotonic()
         await self._read_status()
+        self._generation_rate()  # its first reading is where it counts from
         remaining = self.config.steps - self.version
         async for step in self._loop.steps(remaining):
             self._steps += 1
@@ -132,7 +134,7 @@ class Run:
         now = time.monotonic()
         elapsed, self._stepped = now - self._stepped, now
         index = step.stats.version
-        generated = sum(self._generated.update(f"{i}", s["generated_tokens"]) for i, s in enumerate(self._status))
+        generated = self._generation_rate()
         trained = step.stats.trained_tokens / elapsed
         idle = [self._idle.window(f"generator {i}") for i in range(len(self._status))]
         self._metrics.log(
@@ -207,6 +209,7 @@ class Run:
             self._source.restore(state["source"], ledger.restore(state["ledger"]))
         samples = fresh_prompts(config, tokenizer, self._source.rows, room)
         self.buffer = RolloutBuffer(config.buffer, ledger, self.version)
+        gpus = config.trainer.device != "cpu" and bool(visible_gpus())
         placement = plan_placement(config.placement, config.trainer.procs, config.policy.num_replicas)
 
         self.console.phase("starting the weight store and the reward workers")
@@ -214,11 +217,16 @@ class Run:
         self._rewards = await RewardPool.create(config.reward)
         self.console.phase("starting the trainer and the policy service: imports take a while")
         self.trainer, self.policy = await _both(
-            TrainerActor.options(procs=config.trainer.procs, cores=placement.trainer).spawn(
+            TrainerActor.options(procs=config.trainer.procs, cores=placement.trainer, with_gpus=gpus).spawn(
                 config.trainer, config.model.path, store=self.store, total_steps=config.steps, seed=config.seed
             ),
-            PolicyActor.options(num_replicas=config.policy.num_replicas, cores=placement.policy).as_service(
-                config.policy, config.model.path, store=self.store, seed=config.seed, on_respawn=self._on_respawn
+            PolicyActor.options(cores=placement.policy, with_gpus=gpus).as_service(
+                config.policy,
+                config.model.path,
+                store=self.store,
+                seed=config.seed,
+                num_replicas=config.policy.num_replicas,
+                on_respawn=self._on_respawn,
             ),
         )
         pids = [pid for replica in self.policy.replicas for pid in replica.pids]
@@ -295,7 +303,8 @@ class Run:
             return
         plot = None
         if self.config.metrics.plot and self._steps:
-            plot = plot_run(self.folder.metrics, self.folder.plot, title=self.folder.path.name)
+            bound = self.config.buffer.max_staleness
+            plot = plot_run(self.folder.metrics, self.folder.plot, title=self.folder.path.name, staleness_bound=bound)
         summary = self.summary()
         summary.write(self.folder.summary)
         summary.print(self.folder.summary, plot)
@@ -340,6 +349,10 @@ class Run:
             self._idle.update(f"generator {index}", status["busy_s"], status["idle_s"])
         self._aborted = sum(status["aborted"] for status in self._status)
 
+    def _generation_rate(self) -> float:
+        """Tokens per second of all replicas since the last call."""
+        return sum(self._generated.update(f"{i}", s["generated_tokens"]) for i, s in enumerate(self._status))
+
     def _note(self, step: Step) -> None:
         self._events.write(
             "step", index=step.index, version=step.stats.version, reward=step.reward, staleness=step.staleness_max
@@ -356,7 +369,8 @@ class Run:
         return sorted(path.parent for path in self.folder.checkpoints.glob(f"version-*/{META_FILE}"))
 
     def _newest_checkpoint(self) -> Path | None:
-        return (self._checkpoints() or [None])[-1]
+        checkpoints = self._checkpoints()
+        return checkpoints[-1] if checkpoints else None
 
     def _read_checkpoint(self) -> dict[str, Any] | None:
         if not self.config.resume:

@@ -180,7 +180,7 @@ class PreciseGate(Linear):
             return F.linear(input.float(), self.weight.float(), bias)
 
 
-def replace_config(config: Any, new_class: type) -> Any:
+def replace_config(config: Any, new_class: Any) -> Any:
     """The same settings as ``config`` under ``new_class.Config``."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
     return new_class.Config(**fields)

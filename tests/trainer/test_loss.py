@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from forge_async.errors import ConfigError
-from forge_async.trainer.loss import LossConfig, cross_entropy_loss, grpo_loss
+from forge_async.trainer.config import LossConfig
+from forge_async.trainer.loss import cross_entropy_loss, grpo_loss
 
 CONFIG = LossConfig(clip_low=0.2, clip_high=0.3, max_ratio=5.0)
 

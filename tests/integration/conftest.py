@@ -32,7 +32,7 @@ reward: {functions: ["tiny_task:share_of_digits"], timeout_s: 5}
 policy:
   max_model_len: 128
   kv_cache_gib: 0.25
-  sampling: {temperature: 0.7, max_tokens: 24}
+  sampling: {temperature: 0.7, max_tokens: 64}
 trainer: {max_sequence_tokens: 128, optimizer: {lr: 1.0e-3}}
 buffer: {max_staleness: 2, max_open_groups: 8, groups_per_step: 4}
 metrics: {tensorboard: false}

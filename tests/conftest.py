@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ pytest_plugins = ["forge_async.testing.models"]
 
 settings.register_profile("suite", database=None, deadline=None)  # no files, and shared machines are slow at times
 settings.load_profile("suite")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite in a shell's background: its children would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED_MEMORY = Path("/dev/shm")
 

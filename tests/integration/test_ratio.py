@@ -22,14 +22,18 @@ from forge_async.trainer.actor import TrainerActor
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = {"tiny": ("configs/grpo_tiny.yaml", "tiny_llama"), "smollm2": ("configs/grpo_smollm2.yaml", "smollm2")}
+MODELS = {"tiny": ("configs/grpo_tiny.yaml", "tiny"), "smollm2": ("configs/grpo_smollm2.yaml", "smollm2")}
 
 
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory):
+@pytest.fixture
+def model_folder(tmp_path: Path):
+    """A random tiny model of a visible spread of log-probs; SmolLM2 where it was prepared, else prepared here."""
+
     def folder(recipe: str) -> Path:
-        prepared = ROOT / "models" / recipe
-        return prepared if is_complete(prepared) else prepare(recipe, tmp_path_factory.mktemp("models") / recipe)
+        if recipe == "smollm2":
+            prepared = ROOT / "models" / recipe
+            return prepared if is_complete(prepared) else prepare(recipe, tmp_path / recipe)
+        return prepare(recipe, tmp_path / recipe, initializer_range=0.1)
 
     return folder
 

@@ -209,8 +209,10 @@ class AsyncLoop:
             for group, values in zip(batch, advantages, strict=True)
             for sequence in training_sequences(group, values, self.config.policy.sampling.temperature, truncated)
         ]
-        versions = np.concatenate([s.policy_versions[s.loss_mask] for s in sequences])
+        # All episodes may be masked: then there is no sequence, and the trainer skips the step.
+        versions = np.concatenate([np.zeros(0, np.int32), *(s.policy_versions[s.loss_mask] for s in sequences)])
         staleness = self.version - versions
+        staleness_max = int(staleness.max(initial=0))
         stats: StepStats = (await self._trainer("step", sequences))[0]
         publish_s = 0.0
         self.buffer.trained(batch, stats.version)
@@ -227,7 +229,7 @@ class AsyncLoop:
             follower.add_done_callback(self._followers.discard)
             self.tally.trained_tokens += int(stats.trained_tokens)
             self.tally.tokens_without_version += int((versions < 0).sum())
-            self.tally.max_staleness = max(self.tally.max_staleness, int(staleness.max()))
+            self.tally.max_staleness = max(self.tally.max_staleness, staleness_max)
         episodes = [episode for group in batch for episode in group.episodes]
         parts = sorted({name for episode in episodes for name in episode.reward_parts})
         step = Step(
@@ -236,8 +238,8 @@ class AsyncLoop:
             groups=tuple(batch),
             reward=float(np.mean([episode.reward for episode in episodes])),
             reward_parts={name: float(np.mean([e.reward_parts.get(name, 0.0) for e in episodes])) for name in parts},
-            staleness_mean=float(staleness.mean()),
-            staleness_max=int(staleness.max()),
+            staleness_mean=float(staleness.mean()) if len(staleness) else 0.0,
+            staleness_max=staleness_max,
             completion_length=float(np.mean([sum(len(t.completion.token_ids) for t in e.turns) for e in episodes])),
             truncated=float(np.mean([episode.truncated for episode in episodes])),
             wait_s=wait_s,

@@ -1,0 +1,110 @@
+"""The loop itself, between a policy, a trainer and rewards that are plain objects here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forge_async.buffer import BufferConfig, RolloutBuffer
+from forge_async.config import Config
+from forge_async.loop import AsyncLoop
+from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.rollout.config import RewardSpec, RolloutConfig
+from forge_async.types import Completion, Prompt, StepStats
+
+
+class Policy:
+    """One replica that answers at once; ``finish_reason`` is that of every completion."""
+
+    def __init__(self, finish_reason: str = "stop") -> None:
+        self.version, self.finish_reason = 0, finish_reason
+
+    async def call(self, name: str, prompt: np.ndarray, *args: Any, **kwargs: Any) -> Completion:
+        versions = np.full(2, self.version, np.int32)
+        return Completion(
+            prompt, np.array([5, 6], np.int32), np.zeros(2, np.float32), versions, versions, self.finish_reason
+        )
+
+    async def fan_out(self, name: str, version: Any = 0, **kwargs: Any) -> list[Any]:
+        if name != "sync":
+            return [None]
+        self.version = version
+        return [{"version": version, "digest": f"d{version}", "in_flight": 1}]
+
+
+class Trainer:
+    """Takes a step when there is a token to train; remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.version, self.batches = 0, []
+
+    async def call(self, name: str, *args: Any) -> list[Any]:
+        if name == "publish":
+            return [{"version": self.version, "digest": f"d{self.version}", "bytes": 0, "wall_s": 0.0}]
+        (sequences,) = args
+        self.batches.append(sequences)
+        tokens = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
+        self.version += tokens > 0
+        return [StepStats(self.version, 0, 0, 0, 1, 1, 0, 0, tokens, tokens, 0, 0.1, skipped=not tokens)]
+
+
+class Rewards:
+    specs = (RewardSpec("m:f", 1.0, "f"),)
+
+    async def score(self, prompt: Prompt, completions: list[str]) -> list[dict[str, float]]:
+        return [{"f": float(prompt.prompt_id.rpartition("-")[2])} for _ in completions]
+
+
+class Text:
+    def decode(self, token_ids: np.ndarray) -> str:
+        return "text"
+
+    async def reply(self, *args: Any) -> tuple[()]:
+        return ()
+
+
+def prompts(count: int) -> Any:
+    return iter([Prompt(f"0-{i}", (), np.array([1, 2], np.int32)) for i in range(count)])
+
+
+@pytest.fixture
+def loop() -> Callable[..., AsyncLoop]:
+    def make(source: Any, policy: Any = None, rollout: RolloutConfig | None = None) -> AsyncLoop:
+        config = Config(
+            rollout=rollout or RolloutConfig(group_size=2, timeout_s=5),
+            policy=PolicyConfig(sampling=SamplingConfig(max_tokens=2)),
+            buffer=BufferConfig(groups_per_step=2),
+        )
+        events: list[tuple[str, dict[str, Any]]] = []
+        made = AsyncLoop(
+            config,
+            policy or Policy(),
+            Trainer(),  # type: ignore[arg-type]
+            RolloutBuffer(config.buffer),
+            source,
+            Text(),
+            Rewards(),  # type: ignore[arg-type]
+            lambda kind, **fields: events.append((kind, fields)),
+        )
+        made.events = SimpleNamespace(all=events)  # type: ignore[attr-defined]
+        return made
+
+    return make
+
+
+async def test_a_step_whose_completions_are_all_masked_is_skipped(loop):
+    """With ``truncated: mask`` a batch may hold nothing to train: no step, no version, no publish, and the run goes on."""
+    masked = loop(prompts(8), Policy("length"), RolloutConfig(group_size=2, timeout_s=5, truncated="mask"))
+    steps = [step async for step in masked.steps(2)]
+    assert [(step.stats.version, step.stats.skipped) for step in steps] == [(0, True), (0, True)]
+    assert steps[0].truncated == 1.0
+    assert (steps[0].staleness_mean, steps[0].staleness_max) == (0.0, 0)
+    assert masked.tally.digests == {}
+    ledger = masked.buffer.ledger
+    assert ledger.balanced
+    assert ledger.dropped["skipped_step"] == 4
+    assert [kind for kind, _ in masked.events.all] == ["step_skipped"] * 2

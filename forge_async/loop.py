@@ -30,7 +30,7 @@ from forge_async.buffer.buffer import RolloutBuffer
 from forge_async.config import Config
 from forge_async.errors import ForgeError, RunFailed
 from forge_async.mesh.actor import ActorHandle
-from forge_async.mesh.errors import ReplicaDied
+from forge_async.mesh.errors import ReplicaDied, ServiceGaveUp
 from forge_async.mesh.service import Service
 from forge_async.policy.config import SamplingConfig
 from forge_async.rollout.datasets import PromptSource
@@ -133,7 +133,8 @@ class AsyncLoop:
         handles a step. On every way out, all tasks are cancelled and awaited, and open prompts are dropped.
 
         Raises:
-            RunFailed: the trainer died or raised, a digest differed, or no rollout succeeds.
+            RunFailed: the trainer died or raised, a digest differed, no policy replica is left, no rollout succeeds, or
+                the dataset ended before anything was trained.
         """
         self._start(self._admit())
         try:
@@ -151,6 +152,8 @@ class AsyncLoop:
                 waiting_since = time.monotonic()
             await asyncio.gather(*self._followers)
             self.record("dataset_ended", steps=index, reason=self.buffer.ended)
+            if self.version == 0:
+                raise RunFailed(f"nothing was trained: {self.buffer.ended}; prompts: {self.buffer.ledger.summary()}.")
         finally:
             await self._stop()
 
@@ -192,6 +195,8 @@ class AsyncLoop:
                 except ReplicaDied as error:
                     self.tally.requeued += 1
                     self.record("requeued", session=session, cause=str(error))
+                except ServiceGaveUp as error:  # or every prompt to come would be dropped as failed
+                    raise RunFailed(f"no policy replica is left: {error}") from error
         except asyncio.CancelledError:
             if not self._stopping:  # the engine goes on with a request whose caller has left
                 self._start(self._abort(request_id))

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forge_async.buffer import BufferConfig, RolloutBuffer
+from forge_async.buffer import BufferConfig, PromptTooLong, RolloutBuffer
 from forge_async.config import Config
+from forge_async.errors import RunFailed
 from forge_async.loop import AsyncLoop
+from forge_async.mesh import ServiceGaveUp
 from forge_async.policy.config import PolicyConfig, SamplingConfig
 from forge_async.rollout.config import RewardSpec, RolloutConfig
 from forge_async.types import Completion, Prompt, StepStats
@@ -97,7 +99,7 @@ def loop() -> Callable[..., AsyncLoop]:
 
 
 async def test_a_step_whose_completions_are_all_masked_is_skipped(loop):
-    """With ``truncated: mask`` a batch may hold nothing to train: no step, no version, no publish, and the run goes on."""
+    """A batch may hold nothing to train: no step, no version, no publish, and the run goes on."""
     masked = loop(prompts(8), Policy("length"), RolloutConfig(group_size=2, timeout_s=5, truncated="mask"))
     steps = [step async for step in masked.steps(2)]
     assert [(step.stats.version, step.stats.skipped) for step in steps] == [(0, True), (0, True)]
@@ -108,3 +110,33 @@ async def test_a_step_whose_completions_are_all_masked_is_skipped(loop):
     assert ledger.balanced
     assert ledger.dropped["skipped_step"] == 4
     assert [kind for kind, _ in masked.events.all] == ["step_skipped"] * 2
+
+
+async def test_a_policy_service_that_gave_up_ends_the_run_with_its_cause(loop):
+    class Gone(Policy):
+        async def call(self, name: str, prompt: np.ndarray, *args: Any, **kwargs: Any) -> Completion:
+            raise ServiceGaveUp("service of PolicyActor: gave up: {'out of memory'}")
+
+    started = loop(prompts(1000), Gone())
+    with pytest.raises(RunFailed, match="no policy replica is left: .*out of memory"):
+        async for _ in started.steps(2):
+            pass
+    assert started.buffer.ledger.dropped["failed"] == 0, "prompts are not used up for it"
+
+
+async def test_a_dataset_that_ends_before_anything_was_trained_is_an_error(loop):
+    class TooLong:
+        def __iter__(self) -> TooLong:
+            return self
+
+        def __next__(self) -> Prompt:
+            if self.left:
+                self.left -= 1
+                raise PromptTooLong(f"0-{self.left}", "too long")
+            raise StopIteration("1 epoch of 3 rows")
+
+        left = 3
+
+    with pytest.raises(RunFailed, match=r"nothing was trained: dataset ended: 1 epoch of 3 rows.*prompt_too_long': 3"):
+        async for _ in loop(TooLong()).steps(2):
+            pass

@@ -13,5 +13,9 @@ class ReplicaDied(ActorDied):
     """A service's replica died while it held this call. Others go on; the caller may try again."""
 
 
+class ServiceGaveUp(ForgeError):
+    """Every replica of a service failed to start too often: no call can be answered any more."""
+
+
 class RemoteError(ForgeError):
     """An endpoint raised something other than a :class:`ForgeError`; the message carries the remote traceback."""

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from forge_async.errors import ForgeError
-from forge_async.mesh.errors import ActorDied, ReplicaDied
+from forge_async.mesh.errors import ActorDied, ReplicaDied, ServiceGaveUp
 
 if TYPE_CHECKING:
     from forge_async.mesh.actor import ActorBuilder, ActorHandle
@@ -84,7 +84,8 @@ class Service:
 
         Raises:
             ReplicaDied: the replica died with this call in flight.
-            ForgeError: no replica is left, or the endpoint's own; otherwise as ``ActorHandle.call``.
+            ServiceGaveUp: no replica is left.
+            ForgeError: the service was stopped, or the endpoint's own; otherwise as ``ActorHandle.call``.
         """
         while True:
             replica = await self._choose(session)
@@ -160,7 +161,9 @@ class Service:
         if not healthy:
             causes = {str(r.last_failure) for r in self.replicas if r.last_failure is not None}
             label = self._builder.actor_class.__name__
-            raise ForgeError(f"service of {label}: " + ("it was stopped" if self._stopped else f"gave up: {causes}"))
+            if self._stopped:
+                raise ForgeError(f"service of {label}: it was stopped")
+            raise ServiceGaveUp(f"service of {label}: gave up: {causes}")
         if session is not None:
             pinned = self._sessions.get(session)
             for replica in healthy:

@@ -121,7 +121,8 @@ class Run:
             self._note(step)
             yield step
             every = self.config.checkpoint.every_steps
-            if every and step.stats.version % every == 0 and self._steps < remaining:
+            # The last one here, too: prompts open now are dropped when the loop ends, but a resume goes on with them.
+            if self._steps == remaining or (every and step.stats.version % every == 0):
                 await self.checkpoint()
 
     async def train(self) -> None:
@@ -365,8 +366,8 @@ class Run:
             )
 
     def _checkpoints(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
-        return sorted(path.parent for path in self.folder.checkpoints.glob(f"version-*/{META_FILE}"))
+        """Complete checkpoints, oldest first; ``version-*.partial`` is one whose saving was cut off."""
+        return sorted(path.parent for path in self.folder.checkpoints.glob(f"version-*[0-9]/{META_FILE}"))
 
     def _newest_checkpoint(self) -> Path | None:
         checkpoints = self._checkpoints()

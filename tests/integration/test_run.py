@@ -54,12 +54,20 @@ def test_a_run_keeps_its_invariants_and_resumes(app) -> None:
     assert (run / "episodes.jsonl").read_text().count("\n") == 16
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["version-000002", "version-000004"]
 
+    saved = json.loads((run / "checkpoints" / "version-000004" / "forge.json").read_text())["extra"]["ledger"]
+    assert saved["dropped"] == {}, "prompts open at the end of the run are not lost to a resume"
+    assert len(saved["in_flight"]) == saved["admitted"] - 16 > 0
+    (run / "checkpoints" / "version-000099.partial").mkdir()
+    (run / "checkpoints" / "version-000099.partial" / "forge.json").write_text('{"cut off')
+
     code, output = app.run("resume=runs/tiny", "steps=6")
     assert code == 0, output
     summary = app.summary()
     assert summary["steps"] == 2
     ledger = summary["ledger"]
     assert ledger["trained"] == 24
+    assert ledger["dropped"].keys() <= {"run_ended"}
+    assert ledger["admitted"] - ledger["trained"] <= 8, "no more than were open at the end"
     assert ledger["admitted"] == ledger["trained"] + sum(ledger["dropped"].values())
 
 

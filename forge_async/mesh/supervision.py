@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,8 +52,13 @@ class FaultBoard:
         """Hand a fault on, or keep it when no listener knows the mesh."""
         fault = Fault(mesh_name, report)
         with self._lock:
-            # Names are unique per spawn; a dead process is reported under its actors' or its proc mesh's name.
-            listeners = [listener for name, listener in self._listeners.items() if name in mesh_name]
+            # Names are unique per spawn; a dead process is reported under its actors' or its proc mesh's name. They end
+            # in a number, and reward-1 is not reward-10.
+            listeners = [
+                listener
+                for name, listener in self._listeners.items()
+                if re.search(rf"{re.escape(name)}(?!\d)", mesh_name)
+            ]
             if not listeners:
                 self.unclaimed = [*self.unclaimed[-99:], fault]
         for listener in listeners:

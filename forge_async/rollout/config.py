@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,6 +141,8 @@ class RewardConfig:
             self.weights,
             f"one number per function ({len(self.functions)}), or empty for 1 each",
         )
+        finite = all(math.isfinite(weight) for weight in self.weights)
+        require(finite, "weights", self.weights, "finite numbers")
         require(self.timeout_s > 0, "timeout_s", self.timeout_s, "more than 0 seconds")
         require(self.num_workers >= 1, "num_workers", self.num_workers, "at least 1")
         require(self.max_initial_failures >= 1, "max_initial_failures", self.max_initial_failures, "at least 1")

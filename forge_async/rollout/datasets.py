@@ -177,6 +177,8 @@ def _row(columns: dict[str, Any], config: DatasetConfig, where: str) -> Row:
         for message in content:
             if not (isinstance(message, dict) and {"role", "content"} <= set(message)):
                 raise DataError(f"{where}: a message of the prompt lacks role or content: {message!r}.")
+            if not (isinstance(message["role"], str) and isinstance(message["content"], str)):
+                raise DataError(f"{where}: role and content of a message must be text: {message!r}.")
     elif not isinstance(content, str):
         raise DataError(f"{where}: the prompt is {type(content).__name__}, not text or a list of messages.")
     if not content:
@@ -202,7 +204,10 @@ def _fill(template: str, columns: dict[str, Any], where: str) -> str:
     for name in fields:
         if name not in columns:
             raise DataError(f"{where}: no column {name!r} (dataset.prompt_template). {_columns(columns)}")
-    return template.format_map(columns)
+    try:
+        return template.format_map(columns)
+    except Exception as error:  # a format that does not fit the column's value
+        raise DataError(f"{where}: dataset.prompt_template = {template!r} cannot be filled: {error}.") from error
 
 
 def _reasoning_gym_rows(config: DatasetConfig) -> list[Row]:

@@ -60,7 +60,7 @@ def load_functions(specs: Sequence[RewardSpec], folder: str | None = None) -> li
                     key, spec.function, "module:function with an importable module", f"Looked in {folder}."
                 ) from None
             raise ConfigError(key, spec.function, "a module that imports", where_raised(error)) from error
-        except Exception as error:  # a user's module may fail in any way
+        except (Exception, SystemExit) as error:  # a user's module may fail in any way
             raise ConfigError(key, spec.function, "a module that imports", where_raised(error)) from error
         function = getattr(module, name, None)
         if not callable(function):
@@ -95,11 +95,11 @@ def score_completion(
     for spec, function in zip(specs, functions, strict=True):
         try:
             raw = function(prompt, completion)
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             return RewardFailure(spec.function, "raised", f"reward {spec.function} raised at {where_raised(error)}")
         try:
             value = float(raw)
-        except (TypeError, ValueError):
+        except Exception:  # no number at all, or a whole one beyond what a float holds
             value = math.nan
         if not math.isfinite(value):
             message = (

@@ -82,6 +82,7 @@ def test_jsonl_keeps_columns_and_skips_blank_lines(tmp_path, tokenizer):
         ([{"question": 5, "answer": 1}], r"d\.jsonl:1: the prompt is int"),
         ([{"question": "", "answer": 1}], r"d\.jsonl:1: the prompt is empty"),
         ([{"question": [{"content": "x"}], "answer": 1}], r"d\.jsonl:1: a message of the prompt lacks role or content"),
+        ([{"question": [{"role": "user", "content": None}], "answer": 1}], r"d\.jsonl:1: role and content .* text"),
         ([], r"d\.jsonl has no rows"),
     ],
 )
@@ -89,6 +90,12 @@ def test_jsonl_errors_name_file_and_line(tmp_path, tokenizer, rows, message):
     config = DatasetConfig(kind="jsonl", path=write_rows(tmp_path / "d.jsonl", rows))
     with pytest.raises(DataError, match=message):
         PromptSource(config, tokenizer)
+
+
+def test_a_template_that_does_not_fit_a_value_names_file_and_line(tmp_path, tokenizer):
+    path = write_rows(tmp_path / "d.jsonl", [{"level": 3, "answer": 1}, {"level": "high", "answer": 1}])
+    with pytest.raises(DataError, match=r"d\.jsonl:2: dataset\.prompt_template = '\{level:d\}' cannot be filled"):
+        load_rows(DatasetConfig(kind="jsonl", path=path, prompt_template="{level:d}"))
 
 
 def test_unreadable_files_are_data_errors(tmp_path):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -82,6 +84,7 @@ def test_weights_and_names():
         (dict(functions=[]), "functions"),
         (dict(functions=["a:f", "a.f"]), r"functions\[1\] = 'a.f'"),
         (dict(functions=["a:f"], weights=[1.0, 2.0]), "weights"),
+        (dict(functions=["a:f"], weights=[float("nan")]), "weights"),
         (dict(timeout_s=0), "timeout_s"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -95,6 +98,7 @@ def test_missing_functions_name_what_was_sought(tmp_path):
     (tmp_path / "zoo_good.py").write_text("def right_answer(prompt, completion):\n    return 1\n")
     (tmp_path / "zoo_needs.py").write_text("import surely_not_there\n")
     (tmp_path / "zoo_syntax.py").write_text("def f(:\n")
+    (tmp_path / "zoo_script.py").write_text("import sys\n\ndef f(prompt, completion): ...\n\nsys.exit(3)\n")
     load("zoo_good:right_answer")
     with pytest.raises(ConfigError, match=r"functions\[0\] = 'zoo_missing:f'.*importable module.*Looked in"):
         load("zoo_missing:f")
@@ -104,6 +108,8 @@ def test_missing_functions_name_what_was_sought(tmp_path):
         load("zoo_needs:f")
     with pytest.raises(ConfigError, match=r"zoo_syntax\.py:1: SyntaxError"):
         load("zoo_syntax:f")
+    with pytest.raises(ConfigError, match=r"zoo_script\.py:5 .*SystemExit: 3"):
+        load("zoo_script:f")
 
 
 def test_a_raising_function_is_named_with_file_line_and_cause(tmp_path):
@@ -115,9 +121,11 @@ def test_a_raising_function_is_named_with_file_line_and_cause(tmp_path):
     assert isinstance(failure, RewardFailure) and failure.reason == "raised" and failure.function == "zoo_raises:f"
     assert "reward zoo_raises:f raised at" in failure.message
     assert "zoo_raises.py:2 in helper: KeyError: 'key'" in failure.message
+    leaves = score_completion(specs, [lambda prompt, completion: sys.exit("bye")], prompt(), "x")
+    assert isinstance(leaves, RewardFailure) and "SystemExit: bye" in leaves.message
 
 
-@pytest.mark.parametrize("value", [None, "text", float("nan"), float("inf"), [1, 2]])
+@pytest.mark.parametrize("value", [None, "text", float("nan"), float("inf"), [1, 2], 10**400])
 def test_a_value_that_is_no_finite_number_is_a_failure(value):
     specs = RewardConfig(functions=["a:f"]).specs
     failure = score_completion(specs, [lambda prompt, completion: value], prompt(), "x")

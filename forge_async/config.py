@@ -113,6 +113,7 @@ class Config:
             "a folder name without '/'",
         )
         require(self.steps >= 1, "steps", self.steps, "1 or more")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 to 2**63 - 1")
         sampling, policy = self.policy.sampling, self.policy
         require(
             sampling.max_tokens < policy.max_model_len,
@@ -184,6 +185,7 @@ class SFTConfig:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
 
     def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 to 2**63 - 1")
         for key in ("steps", "batch_size", "eval_every", "eval_prompts"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "1 or more")
         require(0 < self.target_accuracy <= 1, "target_accuracy", self.target_accuracy, "in (0, 1]")

@@ -65,6 +65,17 @@ def _silent(message: str) -> None:
     del message
 
 
+def check_export_folder(folder: Path) -> None:
+    """Raise :class:`ForgeError` where an export would replace something that is not a model."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ForgeError(
+            f"cannot write a model to {folder}: it exists and is no model folder (no config.json). Its content would "
+            "be lost; choose another folder, or remove it."
+        )
+
+
 def is_complete(folder: str | Path) -> bool:
     """True when ``folder`` holds a whole model: a config, a tokenizer and weights."""
     folder = Path(folder)

@@ -79,6 +79,7 @@ def test_override_values_arrive_as_written(override: str, value: object) -> None
         ("policy.sampling.temperature=0", "policy.sampling.temperature", "above 0"),
         ("rollout.group_size=1", "buffer.min_group_size", "at most rollout.group_size (1)"),
         ("model.prepare=sft", "model.warmup_config", "a YAML file"),
+        ("seed=-1", "seed", "from 0"),
         ("steps", "steps", "key=value"),
     ],
 )

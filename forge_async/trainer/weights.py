@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from forge_async.errors import ForgeError, ModelNotFoundError
+from forge_async.model_zoo import check_export_folder
 
 _EXPERT_KEY = "moe.routed_experts.inner_experts."
 _PERMUTED = re.compile(r"attention\.qkv_linear\.w[qk]\.weight$")
@@ -169,7 +170,12 @@ def write_hf_folder(folder: Path, weights: dict[str, torch.Tensor], model_path: 
     """A folder that transformers and vLLM load: weights, the model's config and its tokenizer.
 
     Written beside and renamed, so that an interrupted export leaves no half folder under its final name.
+
+    Raises:
+        ForgeError: something else is in its place; see :func:`check_export_folder`.
     """
+    folder = folder.absolute()
+    check_export_folder(folder)
     staging = folder.with_name(folder.name + ".partial")
     if staging.exists():
         shutil.rmtree(staging)

@@ -74,6 +74,18 @@ def test_an_export_after_a_step_loads_in_transformers(
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
+def test_an_export_replaces_a_model_and_nothing_else(tiny_llama: Path, tmp_path: Path) -> None:
+    engine = TrainerEngine(TrainerConfig(), tiny_llama)
+    (tmp_path / "empty").mkdir()
+    for name in ("new", "new", "empty"):
+        engine.export_hf(tmp_path / name)
+        assert (tmp_path / name / "model.safetensors").is_file()
+    (tmp_path / "home" / "letters").mkdir(parents=True)
+    with pytest.raises(ForgeError, match="home: it exists and is no model folder"):
+        engine.export_hf(tmp_path / "home")
+    assert (tmp_path / "home" / "letters").is_dir()
+
+
 def test_a_missing_or_foreign_model_is_named(tiny_llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="nowhere"):
         TrainerEngine(TrainerConfig(), tmp_path / "nowhere")

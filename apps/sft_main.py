@@ -10,14 +10,12 @@ import time
 from itertools import islice
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from forge_async.cli import run_app
 from forge_async.config import SFTConfig
 from forge_async.errors import RunFailed
 from forge_async.mesh import MeshRuntime, plan_placement
 from forge_async.model_zoo import check_export_folder
-from forge_async.prepare import ensure_model
+from forge_async.prepare import ensure_model, load_tokenizer
 from forge_async.rollout.datasets import PromptSource
 from forge_async.trainer.actor import TrainerActor
 from forge_async.trainer.sft import answer_sequence, expected_accuracy
@@ -26,7 +24,7 @@ from forge_async.trainer.sft import answer_sequence, expected_accuracy
 async def main(config: SFTConfig) -> None:
     check_export_folder(Path(config.export_path))
     model_path = ensure_model(config.model)
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    tokenizer = load_tokenizer(model_path)
     examples = (answer_sequence(prompt, tokenizer) for prompt in PromptSource(config.dataset, tokenizer, config.seed))
     held_out = list(islice(examples, config.eval_prompts))
     cores = plan_placement(config.placement, config.trainer.procs, policy_replicas=1).trainer

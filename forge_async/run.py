@@ -39,7 +39,7 @@ from forge_async.observability import (
     plot_run,
 )
 from forge_async.policy.actor import PolicyActor
-from forge_async.prepare import ensure_model
+from forge_async.prepare import ensure_model, load_tokenizer, model_positions
 from forge_async.rollout.datasets import PromptSource
 from forge_async.rollout.environment import SingleTurnEnvironment
 from forge_async.rollout.reward_worker import RewardPool
@@ -56,6 +56,10 @@ async def launch(config: Config) -> AsyncIterator[Run]:
         ForgeError: a setting, a file, or the log-prob check is wrong; nothing was trained then.
     """
     await asyncio.to_thread(ensure_model, config.model)
+    positions = model_positions(config.model.path)
+    if positions is not None and config.policy.max_model_len > positions:
+        allowed = f"at most {positions}, the max_position_embeddings of {config.model.path}"
+        raise ConfigError("policy.max_model_len", config.policy.max_model_len, allowed)
     folder = RunFolder.open(config.resume) if config.resume else RunFolder.create(config.output_dir, config.name)
     folder.write_config(to_yaml(config))
     run = Run(config, folder)
@@ -193,8 +197,6 @@ class Run:
     # ---- start ----
 
     async def _start(self) -> None:
-        from transformers import AutoTokenizer
-
         config, began = self.config, time.monotonic()
         self.console.__enter__()
         self._events.write("start", name=self.folder.path.name, resume=bool(config.resume))
@@ -202,7 +204,7 @@ class Run:
         self.version = state["version"] if state else 0
         if self.version >= config.steps:
             raise ConfigError("steps", config.steps, f"more than the checkpoint's version, {self.version}")
-        self._tokenizer = tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        self._tokenizer = tokenizer = load_tokenizer(config.model.path)
         room = config.policy.max_model_len - config.policy.sampling.max_tokens
         self._source = PromptSource(config.dataset, tokenizer, seed=config.seed, max_prompt_tokens=room)
         ledger = Ledger()

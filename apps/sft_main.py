@@ -18,14 +18,14 @@ from forge_async.model_zoo import check_export_folder
 from forge_async.prepare import ensure_model, load_tokenizer
 from forge_async.rollout.datasets import PromptSource
 from forge_async.trainer.actor import TrainerActor
-from forge_async.trainer.sft import answer_sequence, expected_accuracy
+from forge_async.trainer.sft import answer_sequences, expected_accuracy
 
 
 async def main(config: SFTConfig) -> None:
     check_export_folder(Path(config.export_path))
     model_path = ensure_model(config.model)
     tokenizer = load_tokenizer(model_path)
-    examples = (answer_sequence(prompt, tokenizer) for prompt in PromptSource(config.dataset, tokenizer, config.seed))
+    examples = answer_sequences(PromptSource(config.dataset, tokenizer, config.seed), tokenizer)
     held_out = list(islice(examples, config.eval_prompts))
     cores = plan_placement(config.placement, config.trainer.procs, policy_replicas=1).trainer
     started = time.monotonic()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from forge_async.buffer import PromptTooLong
 from forge_async.errors import DataError
+from forge_async.rollout.datasets import PromptSource
 from forge_async.types import Prompt, TrainingSequence
 
 
@@ -29,6 +32,26 @@ def answer_sequence(prompt: Prompt, tokenizer: Any) -> TrainingSequence:
         policy_versions=np.where(mask, 0, -1).astype(np.int32),
         advantages=np.zeros(len(token_ids), dtype=np.float32),
     )
+
+
+def answer_sequences(source: PromptSource, tokenizer: Any) -> Iterator[TrainingSequence]:
+    """One sequence per prompt; prompts that are too long are left out.
+
+    Raises:
+        DataError: as :func:`answer_sequence`, or every prompt of the dataset is too long.
+    """
+    skipped = 0
+    while skipped < len(source):
+        try:
+            prompt = next(source)
+        except PromptTooLong:
+            skipped += 1
+            continue
+        except StopIteration:
+            return
+        skipped = 0
+        yield answer_sequence(prompt, tokenizer)
+    raise DataError(f"none of the {len(source)} prompts fits dataset.max_prompt_tokens ({source.max_prompt_tokens})")
 
 
 def expected_accuracy(sequences: list[TrainingSequence], logprobs: list[np.ndarray]) -> float:

@@ -275,6 +275,12 @@ class Run:
         """A new replica builds its engine and takes the newest published version before it gets requests."""
         self._events.write("respawned", pids=handle.pids())
         await handle.call("setup")
+        synced = -1
+        # What is published meanwhile is not announced to it, as it is not healthy yet. Between the last comparison
+        # and its becoming so there is no await: it has the newest version then, or is told of it.
+        while self._loop is not None and (newest := max(self._loop.tally.digests, default=-1)) > synced:
+            await handle.call("sync", newest)
+            synced = newest
 
     # ---- the end ----
 

@@ -122,6 +122,7 @@ class AsyncLoop:
         self._tasks: set[asyncio.Task[None]] = set()
         self._followers: set[asyncio.Task[None]] = set()
         self._stopping = False
+        self._failed: asyncio.Future[ForgeError] = asyncio.get_running_loop().create_future()
         # Requests beyond what the engines decode at once wait here, where the next free replica can still be chosen.
         self._seats = asyncio.Semaphore(config.policy.num_replicas * config.policy.max_num_seqs)
 
@@ -156,6 +157,12 @@ class AsyncLoop:
                 raise RunFailed(f"nothing was trained: {self.buffer.ended}; prompts: {self.buffer.ledger.summary()}.")
         finally:
             await self._stop()
+
+    def fail(self, error: ForgeError) -> None:
+        """End the loop with ``error``, whatever it waits for; the first error given stays."""
+        self.buffer.fail(error)
+        if not self._failed.done():
+            self._failed.set_result(error)
 
     async def _admit(self) -> None:
         """Start one rollout per admitted prompt; waits for room in the buffer, ends with the source."""
@@ -275,9 +282,16 @@ class AsyncLoop:
         self.buffer.advance(version)
 
     async def _trainer(self, endpoint: str, *args: object) -> list:
-        """Call every trainer rank; a dead or failing trainer ends the run."""
+        """Call every trainer rank; a dead or failing trainer ends the run, and so does :meth:`fail` meanwhile."""
+        call = asyncio.ensure_future(self.trainer.call(endpoint, *args))
         try:
-            return await self.trainer.call(endpoint, *args)
+            await asyncio.wait({call, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise self._failed.result()
+        finally:
+            call.cancel()  # nothing to a call that is done
+        try:
+            return call.result()
         except ForgeError as error:
             raise RunFailed(f"the trainer failed in {endpoint!r} at version {self.version}: {error}") from error
 
@@ -292,7 +306,7 @@ class AsyncLoop:
         if not task.cancelled() and (error := task.exception()) is not None:
             failure = error if isinstance(error, ForgeError) else RunFailed(f"a task of the loop failed: {error!r}")
             failure.__cause__ = failure.__cause__ or (error if failure is not error else None)
-            self.buffer.fail(failure)
+            self.fail(failure)
 
     async def _stop(self) -> None:
         self._stopping = True

@@ -184,8 +184,8 @@ class Run:
         assert self._loop is not None
         version = self._loop.version
         folder = self.folder.checkpoints / f"version-{version:06d}"
-        self.console.phase(f"saving {folder}")
         if not folder.exists():
+            self.console.phase(f"saving {folder}")
             state = {"source": self._source.state(), "ledger": self.buffer.ledger.state()}
             await self.trainer.call("save_checkpoint", str(folder), state)
             self._events.write("checkpoint", version=version, folder=str(folder))
@@ -256,6 +256,9 @@ class Run:
             self.version,
         )
         self._loop.tally.digests[self.version] = published["digest"]
+        # Told at once, also while nothing waits for them: a batch may take minutes to come.
+        self.trainer.on_death(lambda: self._lost("the trainer failed", self.trainer.death_cause))
+        self.store.on_death(lambda cause: self._lost("the weight store died", cause))
         if samples:
             self.console.phase("checking that trainer and policy agree on log-probs")
             report = await check_ratios(config, self.policy, self.trainer, samples)
@@ -265,6 +268,10 @@ class Run:
             )
         self._events.write("ready", seconds=time.monotonic() - began, version=self.version)
         self.console.print(f"ready after {time.monotonic() - began:.0f} s")
+
+    def _lost(self, what: str, cause: str | None) -> None:
+        if self._loop is not None:
+            self._loop.fail(RunFailed(f"{what} at version {self._loop.version}: {cause}"))
 
     async def _set_up_policy(self) -> None:
         for report in await self.policy.fan_out("setup"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -140,3 +141,19 @@ async def test_a_dataset_that_ends_before_anything_was_trained_is_an_error(loop)
     with pytest.raises(RunFailed, match=r"nothing was trained: dataset ended: 1 epoch of 3 rows.*prompt_too_long': 3"):
         async for _ in loop(TooLong()).steps(2):
             pass
+
+
+async def test_what_a_run_cannot_do_without_ends_it_while_the_trainer_is_waited_for(loop):
+    class Stuck(Trainer):
+        async def call(self, name: str, *args: Any) -> list[Any]:
+            if name == "publish":
+                started.fail(RunFailed("the weight store died"))
+                await asyncio.sleep(600)
+            return await super().call(name, *args)
+
+    started = loop(prompts(8))
+    started.trainer = Stuck()
+    with pytest.raises(RunFailed, match="^the weight store died$"):
+        async with asyncio.timeout(5):
+            async for _ in started.steps(2):
+                pass

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -149,6 +149,12 @@ class WeightStore:
         """Versions, leases and shared memory held: see ``Registry.stats``."""
         result: dict[str, Any] = await self._request("stats")
         return result
+
+    def on_death(self, listener: Callable[[str], None]) -> None:
+        """Call ``listener(cause)`` in the event loop when the store's process dies; in the controller."""
+        handle = self._handle
+        if handle is not None:
+            handle.on_death(lambda: listener(handle.death_cause or "unknown"))
 
     async def close(self) -> None:
         """End the store and free its memory; in the controller. Safe to call again."""

@@ -23,7 +23,7 @@ from forge_async.trainer.sft import answer_sequences, expected_accuracy
 
 async def main(config: SFTConfig) -> None:
     check_export_folder(Path(config.export_path))
-    model_path = ensure_model(config.model)
+    model_path = await ensure_model(config.model)
     tokenizer = load_tokenizer(model_path)
     examples = answer_sequences(PromptSource(config.dataset, tokenizer, config.seed), tokenizer)
     held_out = list(islice(examples, config.eval_prompts))

@@ -2,41 +2,81 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import json
-import subprocess
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from forge_async import model_zoo
 from forge_async.config import ModelConfig
-from forge_async.errors import ModelNotFoundError
+from forge_async.errors import ConfigError, ModelNotFoundError
 
 
-def ensure_model(model: ModelConfig) -> Path:
+async def ensure_model(model: ModelConfig) -> Path:
     """The folder ``model.path``, made first by ``model.prepare`` when it is not there.
 
-    A warm-up runs in a process of its own, with the interpreter of this one.
+    It is made in a process of its own, with the interpreter of this one, which ends with this one or when this is
+    cancelled.
 
     Raises:
         ModelNotFoundError: the folder is missing or incomplete and nothing can make it, or its files are damaged.
     """
+    await asyncio.sleep(0)  # an interruption during the imports arrives here, before anything is started
     folder = Path(model.path)
     if (folder / "config.json").is_file():
         check_model(folder)
         return folder
+    if not model.prepare:
+        raise ModelNotFoundError(
+            f"model.path = {str(folder)!r}: no such Hugging Face folder (config.json is missing). Give the path of an "
+            f"existing one, or set model.prepare to one of: sft, {', '.join(model_zoo.CATALOGUE)}."
+        )
     if model.prepare == "sft":
         app = Path(__file__).parent.parent / "apps" / "sft_main.py"
-        done = subprocess.run([sys.executable, str(app), "--config", model.warmup_config, f"export_path={folder}"])
-        if done.returncode:
-            raise ModelNotFoundError(f"model.path = {str(folder)!r}: the warm-up {model.warmup_config} failed")
-        return folder
-    if model.prepare:
-        return model_zoo.prepare(model.prepare, folder)
-    raise ModelNotFoundError(
-        f"model.path = {str(folder)!r}: no such Hugging Face folder (config.json is missing). Give the path of an "
-        f"existing one, or set model.prepare to one of: sft, {', '.join(model_zoo.CATALOGUE)}."
-    )
+        what, command = f"the warm-up {model.warmup_config}", [str(app), "--config", model.warmup_config]
+        command += [f"export_path={folder}"]
+    elif model.prepare in model_zoo.CATALOGUE:
+        what, command = f"the recipe {model.prepare}", ["-m", "forge_async.model_zoo", model.prepare, str(folder)]
+    else:
+        choices = ", ".join(["sft", *model_zoo.CATALOGUE])
+        raise ConfigError("model.prepare", model.prepare, f"one of {choices}")
+    if await run_to_end([sys.executable, *command]):
+        raise ModelNotFoundError(f"model.path = {str(folder)!r}: {what} failed")
+    return folder
+
+
+async def run_to_end(command: list[str], grace_s: float = 10.0) -> int:
+    """Run a command; its exit code. Cancelled, it ends the command: after ``grace_s`` asked, after twice that killed.
+
+    The first wait is for a Ctrl-C, which a terminal sends to the command as well. Should this process die, the command
+    gets SIGTERM from the kernel.
+    """
+    process = await asyncio.create_subprocess_exec(*command, preexec_fn=_end_with_parent)
+    try:
+        return await process.wait()
+    except asyncio.CancelledError:
+        for end in (process.terminate, process.kill):
+            try:
+                await asyncio.wait_for(process.wait(), grace_s)
+                break
+            except TimeoutError:
+                end()
+        await process.wait()
+        raise
+    finally:
+        if process.returncode is None:  # cancelled once more
+            process.kill()
+
+
+_libc = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def check_model(folder: Path) -> None:

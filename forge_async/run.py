@@ -55,7 +55,7 @@ async def launch(config: Config) -> AsyncIterator[Run]:
     Raises:
         ForgeError: a setting, a file, or the log-prob check is wrong; nothing was trained then.
     """
-    await asyncio.to_thread(ensure_model, config.model)
+    await ensure_model(config.model)
     positions = model_positions(config.model.path)
     if positions is not None and config.policy.max_model_len > positions:
         allowed = f"at most {positions}, the max_position_embeddings of {config.model.path}"

@@ -156,7 +156,7 @@ class AsyncLoop:
             if self.version == 0:
                 raise RunFailed(f"nothing was trained: {self.buffer.ended}; prompts: {self.buffer.ledger.summary()}.")
         finally:
-            await self._stop()
+            await self.stop()
 
     def fail(self, error: ForgeError) -> None:
         """End the loop with ``error``, whatever it waits for; the first error given stays."""
@@ -308,7 +308,8 @@ class AsyncLoop:
             failure.__cause__ = failure.__cause__ or (error if failure is not error else None)
             self.fail(failure)
 
-    async def _stop(self) -> None:
+    async def stop(self) -> None:
+        """Cancel and await all tasks, and drop the open prompts. Safe to call again."""
         self._stopping = True
         self.buffer.close()
         tasks = list(self._tasks)

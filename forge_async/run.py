@@ -302,7 +302,7 @@ class Run:
 
     async def _stop(self) -> None:
         if self._loop is not None:
-            self.buffer.close()
+            await self._loop.stop()  # where the caller left its `async for`, nothing else has done it
         if self._rewards is not None:
             with suppress(Exception):  # its processes are ended with the runtime in any case
                 await self._rewards.stop()

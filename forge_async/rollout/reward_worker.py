@@ -102,6 +102,8 @@ class RewardPool:
         self._idle: asyncio.Queue[Service] = asyncio.Queue()
         for worker in workers:
             self._idle.put_nowait(worker)
+        self._abandoned: set[Service] = set()
+        """Workers that may still run the function of a cancelled call."""
         self._lost: list[str] = []
         self._replacing: set[asyncio.Task[None]] = set()
         self._count = _FailureCount(config)
@@ -162,11 +164,15 @@ class RewardPool:
                     f"rewards {names} did not score prompt {prompt.prompt_id} within {limit:g} s (reward.timeout_s)"
                 )
                 return [RewardFailure("", "timeout", message)] * len(completions)
+            except asyncio.CancelledError:
+                self._abandoned.add(worker)  # replaced when it is needed again: not at the end of a run
+                broken = False
+                raise
             except ActorDied as error:
                 death = str(error)
                 broken = False  # the service respawns it by itself; its next call waits for that
             finally:
-                if broken:  # also when this call was cancelled: the function may still run
+                if broken:
                     self._replace(worker)
                 else:
                     self._idle.put_nowait(worker)
@@ -176,7 +182,9 @@ class RewardPool:
     async def _take(self) -> Service:
         if len(self._lost) == len(self._workers):
             raise RunFailed(f"no reward worker is left: {self._lost[-1]}")
-        worker = await self._idle.get()
+        while (worker := await self._idle.get()) in self._abandoned:
+            self._abandoned.discard(worker)
+            self._replace(worker)
         if len(self._lost) == len(self._workers):
             self._idle.put_nowait(worker)  # for the next one that waits
             raise RunFailed(f"no reward worker is left: {self._lost[-1]}")

@@ -76,6 +76,18 @@ async def test_a_worker_killed_between_requests_costs_nothing(module):
         assert await pool.score(PROMPT, ["7"]) == [{"score": 4.0}]
 
 
+async def test_a_cancelled_call_costs_a_worker_only_when_it_is_needed_again(module):
+    async with MeshRuntime():
+        pool = await RewardPool.create(RewardConfig(functions=[module], timeout_s=30))
+        call = asyncio.create_task(pool.score(PROMPT, ["block"]))
+        await asyncio.sleep(0.5)
+        call.cancel()
+        await asyncio.wait({call})
+        assert pool.replaced == 0, "at the end of a run nothing is started again"
+        assert await pool.score(PROMPT, ["7"]) == [{"score": 4.0}]
+        assert pool.replaced == 1
+
+
 async def test_a_function_that_cannot_be_imported_ends_the_start(module):
     async with MeshRuntime():
         with pytest.raises(ConfigError, match=r"functions\[0\] = 'zoo_worker:scores'.*It has: score"):

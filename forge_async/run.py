@@ -22,7 +22,7 @@ from typing import Any
 from forge_async.buffer import Ledger, RolloutBuffer
 from forge_async.checks import check_ratios, fresh_prompts
 from forge_async.config import Config, to_yaml
-from forge_async.errors import ConfigError, RunFailed
+from forge_async.errors import ConfigError, ForgeError, RunFailed
 from forge_async.loop import AsyncLoop, Step
 from forge_async.mesh import ActorHandle, MeshRuntime, Service, plan_placement
 from forge_async.mesh.runtime import visible_gpus
@@ -187,12 +187,18 @@ class Run:
         if not folder.exists():
             self.console.phase(f"saving {folder}")
             state = {"source": self._source.state(), "ledger": self.buffer.ledger.state()}
-            await self.trainer.call("save_checkpoint", str(folder), state)
+            await self._ask_trainer("save_checkpoint", str(folder), state)
             self._events.write("checkpoint", version=version, folder=str(folder))
         for old in self._checkpoints()[: -self.config.checkpoint.keep]:
             shutil.rmtree(old)
         self.console.phase("")
         return folder
+
+    async def _ask_trainer(self, endpoint: str, *args: Any) -> None:
+        try:
+            await self.trainer.call(endpoint, *args)
+        except ForgeError as error:
+            raise RunFailed(f"the trainer failed in {endpoint!r}: {error}") from error
 
     # ---- start ----
 
@@ -298,7 +304,7 @@ class Run:
         if self.config.checkpoint.export_hf:
             target = self.folder.path / "model"
             self.console.phase(f"exporting the model to {target}")
-            await self.trainer.call("export_hf", str(target))
+            await self._ask_trainer("export_hf", str(target))
 
     async def _stop(self) -> None:
         if self._loop is not None:

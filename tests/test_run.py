@@ -5,6 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from forge_async.errors import RunFailed
+from forge_async.mesh import ActorDied
 from forge_async.run import Run
 
 
@@ -25,3 +29,15 @@ async def test_a_respawned_replica_takes_what_is_published_while_it_starts():
     run._loop = SimpleNamespace(tally=SimpleNamespace(digests=digests))
     await run._on_respawn(Handle())
     assert calls == [("setup",), ("sync", 1), ("sync", 2)]
+
+
+async def test_a_trainer_that_dies_while_it_saves_ends_the_run_as_failed():
+    """``launch`` adds the resume command to a RunFailed."""
+
+    async def call(name: str, *args: Any) -> None:
+        raise ActorDied(f"traineractor-2.{name}: process 7 ended")
+
+    run = object.__new__(Run)
+    run.trainer = SimpleNamespace(call=call)
+    with pytest.raises(RunFailed, match=r"the trainer failed in 'save_checkpoint': .*process 7 ended"):
+        await run._ask_trainer("save_checkpoint", "folder", {})

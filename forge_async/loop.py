@@ -23,6 +23,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -284,8 +285,9 @@ class AsyncLoop:
     async def _trainer(self, endpoint: str, *args: object) -> list:
         """Call every trainer rank; a dead or failing trainer ends the run, and so does :meth:`fail` meanwhile."""
         call = asyncio.ensure_future(self.trainer.call(endpoint, *args))
+        either: set[asyncio.Future[Any]] = {call, self._failed}
         try:
-            await asyncio.wait({call, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 raise self._failed.result()
         finally:

@@ -15,7 +15,7 @@ pytest_plugins = ["forge_async.testing.models"]
 settings.register_profile("suite", database=None, deadline=None)  # no files, and shared machines are slow at times
 settings.load_profile("suite")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite in a shell's background: its children would inherit that
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -71,12 +71,15 @@ def test_a_run_keeps_its_invariants_and_resumes(app) -> None:
     assert ledger["admitted"] == ledger["trained"] + sum(ledger["dropped"].values())
 
 
-def test_synchronous_training_is_the_same_code_with_bound_zero(app) -> None:
-    code, output = app.run(
-        "buffer.max_staleness=0", "buffer.max_open_groups=null", "steps=3", "policy.sampling.temperature=1.0"
-    )
+def test_synchronous_training_on_two_trainer_processes_is_the_same_code(app) -> None:
+    synchronous = ("buffer.max_staleness=0", "buffer.max_open_groups=null", "policy.sampling.temperature=1.0")
+    code, output = app.run(*synchronous, "trainer.procs=2", "steps=3")
     assert code == 0, output
     assert app.summary()["staleness"] == {"bound": 0, "max_seen": 0}
+    assert app.summary()["digest_mismatches"] == 0
+    published = {event["version"]: event["digest"] for event in app.events() if event["kind"] == "published"}
+    swapped = {event["version"]: event["digest"] for event in app.events() if event["kind"] == "swapped"}
+    assert swapped == {version: published[version] for version in (1, 2, 3)}, "shards of two ranks make whole tensors"
 
 
 def test_a_killed_generator_is_replaced_and_the_run_goes_on(app) -> None:

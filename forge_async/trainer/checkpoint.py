@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 
 from forge_async.errors import ForgeError
 
@@ -40,14 +41,18 @@ def load_checkpoint(folder: Path, state: dict[str, Any]) -> tuple[int, dict[str,
     """Load into ``state`` in place; returns policy version and the caller's ``extra``.
 
     Raises:
-        ForgeError: there is no complete checkpoint at ``folder``.
+        ForgeError: there is no complete checkpoint at ``folder``, or it is one of another model.
     """
     file = folder / META_FILE
     if not file.is_file():
         raise ForgeError(f"no complete checkpoint at {folder}: {META_FILE} is missing")
     meta = json.loads(file.read_text())
     loaded = _state_dict(state)
-    dcp.load(loaded, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+    try:
+        dcp.load(loaded, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+    except CheckpointException as error:  # not an Exception: it would end the process of the trainer
+        cause, _ = next(iter(error.failures.values()))
+        raise ForgeError(f"the checkpoint {folder} does not fit this model: {cause}. Resume with its model.") from error
     for name, part in state.items():
         # Parameters were loaded in place; a model's own load_state_dict would only copy them onto themselves.
         if not isinstance(part, nn.Module):

@@ -286,7 +286,14 @@ class TrainerEngine:
 
     def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
         """Restore what :meth:`save_checkpoint` wrote, on any number of ranks; returns its ``extra``. Collective."""
+        groups = [group for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
+        settings = [{name: group[name] for name in ("betas", "eps", "weight_decay")} for group in groups]
         self.version, extra = load_checkpoint(Path(folder), self._checkpoint_state())
+        # Moments are the checkpoint's, settings are this run's: loading has replaced both.
+        groups = [group for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
+        rates = [rate for scheduler in self.schedulers.schedulers for rate in scheduler.get_last_lr()]
+        for group, own, rate in zip(groups, settings, rates, strict=True):
+            group.update(own, lr=rate)
         return extra
 
     def _checkpoint_state(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from trainer_samples import groups, sequence
 
-from forge_async.errors import ConfigError, DataError
+from forge_async.errors import ConfigError, DataError, ForgeError
 from forge_async.trainer.config import OptimizerConfig, ParallelismConfig, TrainerConfig
 from forge_async.trainer.engine import TrainerEngine
 
@@ -109,6 +109,21 @@ def test_a_resumed_trainer_goes_on_as_if_never_stopped(tiny_llama: Path, tmp_pat
         wanted, got = straight.step(groups(seed=seed)), resumed.step(groups(seed=seed))
         assert dataclasses.replace(wanted, wall_s=0) == dataclasses.replace(got, wall_s=0)
     assert got.version == 4
+
+
+def test_a_resume_takes_its_own_settings_and_refuses_another_model(tiny_model, tmp_path: Path) -> None:
+    first = TrainerEngine(CONFIG, tiny_model())
+    first.step(groups())
+    first.save_checkpoint(tmp_path / "ck", {})
+    changed = OptimizerConfig(lr=5e-4, weight_decay=0.1, betas=[0.8, 0.9], eps=1e-6)
+    resumed = TrainerEngine(dataclasses.replace(CONFIG, optimizer=changed), tiny_model())
+    resumed.load_checkpoint(tmp_path / "ck")
+    (group,) = resumed.optimizers.optimizers[0].param_groups
+    assert (group["lr"], group["weight_decay"], group["betas"], group["eps"]) == (5e-4, 0.1, (0.8, 0.9), 1e-6)
+    assert resumed.step(groups(seed=1)).learning_rate == 5e-4
+    other = TrainerEngine(CONFIG, tiny_model(hidden_size=96, num_attention_heads=3, num_key_value_heads=3))
+    with pytest.raises(ForgeError, match=r"the checkpoint .*ck does not fit this model: Size mismatch"):
+        other.load_checkpoint(tmp_path / "ck")
 
 
 def test_the_learning_rate_follows_its_schedule() -> None:

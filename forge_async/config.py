@@ -241,19 +241,23 @@ def to_yaml(config: Any) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 
-def _layers(path: Path) -> list[dict[str, Any]]:
-    """The YAML file's mapping, its bases first."""
+def _layers(path: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """The YAML file's mapping, its bases first. ``above`` are the files that led to it by their ``base``."""
+    if path.resolve() in above:
+        raise ConfigError("base", str(path), "a file that is not based on itself")
     if not path.is_file():
         near = sorted(str(other) for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         raise ConfigError("--config", str(path), "an existing YAML file", f"Here are: {', '.join(near) or 'none'}.")
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError("--config", str(path), "valid YAML", str(error)) from error
     if not isinstance(tree, dict):
         raise ConfigError("--config", str(path), "a mapping of settings at the top")
     base = tree.pop("base", None)
-    return [*(_layers(path.parent / base) if base else []), tree]
+    if not isinstance(base, str | None):
+        raise ConfigError("base", base, f"the path of a YAML file, relative to {path.parent}")
+    return [*(_layers(path.parent / base, (*above, path.resolve())) if base else []), tree]
 
 
 def _valid_keys(schema: type, prefix: str = "") -> dict[str, Any]:

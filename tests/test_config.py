@@ -95,10 +95,12 @@ def test_a_missing_file_names_the_others(config_file: Path) -> None:
         load_config(config_file.with_name("rnu.yaml"))
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "steps: 3\nunknown: {a: 1}\n"])
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "a: [", "steps: 3\nunknown: {a: 1}\n", "base: 3", "base: bad.yaml", "name: \xff"]
+)
 def test_unusable_files_are_errors(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError):
         load_config(path)
 

@@ -264,10 +264,14 @@ class AsyncLoop:
 
     async def _follow(self, version: int, digest: str) -> None:
         """Wait until every replica is on ``version`` (or a newer one), then let the buffer admit for it."""
-        reports = await self.policy.fan_out("sync", version)
+        reports = await self.policy.fan_out("sync", version, timeout=self.config.policy.update.timeout_s)
         for index, report in enumerate(reports):
             if isinstance(report, ReplicaDied) or report is None:
                 continue  # its successor starts from the newest version
+            if isinstance(report, TimeoutError):
+                self.record("replica_hung", replica=index, cause=str(report))
+                await self.policy.replace(index)
+                continue
             if isinstance(report, BaseException):
                 raise report
             if report["version"] == version:

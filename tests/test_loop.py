@@ -157,3 +157,25 @@ async def test_what_a_run_cannot_do_without_ends_it_while_the_trainer_is_waited_
         async with asyncio.timeout(5):
             async for _ in started.steps(2):
                 pass
+
+
+async def test_a_replica_that_does_not_take_a_version_is_replaced(loop) -> None:
+    class Hung(Policy):
+        replaced = 0
+
+        async def fan_out(self, name: str, version: Any = 0, **kwargs: Any) -> list[Any]:
+            if name == "sync" and version == 1 and not self.replaced:
+                assert kwargs["timeout"] == PolicyConfig().update.timeout_s
+                return [TimeoutError("policy.sync did not answer")]
+            return await super().fan_out(name, version, **kwargs)
+
+        async def replace(self, index: int) -> None:
+            self.replaced += 1
+            self.version = 1
+
+    policy = Hung()
+    running = loop(prompts(12), policy)
+    async with asyncio.timeout(20):
+        steps = [step async for step in running.steps(2)]
+    assert len(steps) == 2
+    assert policy.replaced == 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import time
+import traceback
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -289,6 +291,13 @@ class PolicyActor(ForgeActor):
                     f"version {manifest.version}: {name} is live with digest {found}, published was {expected}"
                 )
         return manifest.digest
+
+
+def _end_process(error: BaseException) -> None:
+    """A replica without an engine must not get requests: its process ends, and the service respawns it."""
+    traceback.print_exception(error)
+    print(f"policy replica {os.getpid()}: its engine died: {error!r}", file=sys.stderr, flush=True)
+    os._exit(70)
 
 
 def _live_digests(engine: PolicyEngine) -> dict[str, str]:

@@ -61,6 +61,8 @@ class UpdateConfig:
     kv: str = "keep"
     """What becomes of the running requests' keys and values: ``keep`` goes on with those of the older weights,
     ``recompute`` computes them anew with the new weights (exact, and costs one prefill per running request)."""
+    timeout_s: float = 300.0
+    """A replica that has not taken a new version within this many seconds hangs: it is killed and respawned."""
 
     def __post_init__(self) -> None:
         require(
@@ -70,6 +72,7 @@ class UpdateConfig:
             "'never_stop'",
             "abort_resume, abort_retry, drain and blocking are not available yet.",
         )
+        require(self.timeout_s > 0, "timeout_s", self.timeout_s, "above 0 (seconds)")
         require(self.kv in ("keep", "recompute"), "kv", self.kv, "'keep' or 'recompute'")
 
 

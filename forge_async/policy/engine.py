@@ -18,7 +18,7 @@ import collections
 import itertools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +100,8 @@ class PolicyEngine:
         self.config, self.model_path, self.seed = config, str(model_path), seed
         self.version = version
         """Of the live weights; written by the engine thread only."""
+        self.on_death: Callable[[BaseException], None] | None = None
+        """Called in the engine thread, with the cause, when it has ended by an error after its start."""
         self.counters = EngineCounters()
         self.plan: WeightPlan
         """Set by :meth:`start`."""
@@ -229,6 +231,8 @@ class PolicyEngine:
                     self.counters.busy_s += time.perf_counter() - began
         except BaseException as error:
             self._fail(error)
+            if self.on_death is not None:
+                self.on_death(error)
         else:
             self._fail(EngineDied("the engine was stopped"))
 

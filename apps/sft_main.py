@@ -12,7 +12,7 @@ from pathlib import Path
 
 from forge_async.cli import run_app
 from forge_async.config import SFTConfig
-from forge_async.errors import RunFailed
+from forge_async.errors import RunFailed, prefix_errors
 from forge_async.mesh import MeshRuntime, plan_placement
 from forge_async.model_zoo import check_export_folder
 from forge_async.prepare import ensure_model, load_tokenizer
@@ -25,7 +25,8 @@ async def main(config: SFTConfig) -> None:
     check_export_folder(Path(config.export_path))
     model_path = await ensure_model(config.model)
     tokenizer = load_tokenizer(model_path)
-    examples = answer_sequences(PromptSource(config.dataset, tokenizer, config.seed), tokenizer)
+    with prefix_errors("dataset"):
+        examples = answer_sequences(PromptSource(config.dataset, tokenizer, config.seed), tokenizer)
     held_out = list(islice(examples, config.eval_prompts))
     cores = plan_placement(config.placement, config.trainer.procs, policy_replicas=1).trainer
     started = time.monotonic()

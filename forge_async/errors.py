@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ForgeError(Exception):
     """Base of every error with a message meant for the user; the apps print it without a traceback."""
@@ -28,6 +31,15 @@ class ConfigError(ForgeError):
     def prefixed(self, prefix: str) -> ConfigError:
         """The same error with ``prefix`` before its key."""
         return ConfigError(f"{prefix}.{self.key}" if prefix else self.key, self.value, self.allowed, self.remedy)
+
+
+@contextmanager
+def prefix_errors(prefix: str) -> Iterator[None]:
+    """Give a :class:`ConfigError` raised inside its full key: a room names only its own settings."""
+    try:
+        yield
+    except ConfigError as error:
+        raise error.prefixed(prefix) from error.__cause__
 
 
 def require(condition: bool, key: str, value: object, allowed: str, remedy: str = "") -> None:

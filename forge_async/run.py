@@ -22,7 +22,7 @@ from typing import Any
 from forge_async.buffer import Ledger, RolloutBuffer
 from forge_async.checks import check_ratios, fresh_prompts
 from forge_async.config import Config, to_yaml
-from forge_async.errors import ConfigError, ForgeError, RunFailed
+from forge_async.errors import ConfigError, ForgeError, RunFailed, prefix_errors
 from forge_async.loop import AsyncLoop, Step
 from forge_async.mesh import ActorHandle, MeshRuntime, Service, plan_placement
 from forge_async.mesh.runtime import visible_gpus
@@ -212,7 +212,8 @@ class Run:
             raise ConfigError("steps", config.steps, f"more than the checkpoint's version, {self.version}")
         self._tokenizer = tokenizer = load_tokenizer(config.model.path)
         room = config.policy.max_model_len - config.policy.sampling.max_tokens
-        self._source = PromptSource(config.dataset, tokenizer, seed=config.seed, max_prompt_tokens=room)
+        with prefix_errors("dataset"):
+            self._source = PromptSource(config.dataset, tokenizer, seed=config.seed, max_prompt_tokens=room)
         ledger = Ledger()
         if state:
             self._source.restore(state["source"], ledger.restore(state["ledger"]))
@@ -223,7 +224,8 @@ class Run:
 
         self.console.phase("starting the weight store and the reward workers")
         self.store = await WeightStore.create(config.store)
-        self._rewards = await RewardPool.create(config.reward)
+        with prefix_errors("reward"):
+            self._rewards = await RewardPool.create(config.reward)
         self.console.phase("starting the trainer and the policy service: imports take a while")
         self.trainer, self.policy = await _both(
             TrainerActor.options(procs=config.trainer.procs, cores=placement.trainer, with_gpus=gpus).spawn(

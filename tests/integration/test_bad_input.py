@@ -12,15 +12,15 @@ import pytest
         (["trainer.optmizer.lr=1"], ["trainer.optmizer.lr", "Did you mean trainer.optimizer.lr"]),
         (["buffer.groups_per_step=0"], ["buffer.groups_per_step", "at least 1"]),
         (["trainer.procs=2", "trainer.parallelism.dp_shard=3"], ["trainer.procs", "dp_shard"]),
-        (["dataset.name=chain_sun"], ["chain_sun", "chain_sum"]),
+        (["dataset.name=chain_sun"], ["dataset.name", "chain_sun", "chain_sum"]),
         (["dataset.kind=jsonl", "dataset.path=none.jsonl"], ["none.jsonl"]),
-        (["reward.functions=[tiny_task:missing]"], ["tiny_task:missing"]),
+        (["reward.functions=[tiny_task:missing]"], ["reward.functions[0]", "tiny_task:missing"]),
         (["resume=runs/none"], ["resume", "runs/none"]),
         (["dataset.max_prompt_tokens=5", "dataset.overlong_prompts=error"], ["max_prompt_tokens", "5"]),
     ],
 )
 def test_bad_input(app, overrides: list[str], words: list[str]) -> None:
-    code, output = app.run(*overrides, timeout=90)
+    code, output = app.run(*overrides, timeout=180)
     assert code == 1, output
     assert "Traceback" not in output
     for word in words:

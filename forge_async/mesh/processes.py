@@ -43,10 +43,12 @@ def find_processes(run_id: str) -> list[int]:
 
 
 def kill_processes(pids: Iterable[int]) -> None:
-    """SIGKILL to each; those already gone are fine."""
+    """SIGKILL to each but Python's resource trackers, which end by themselves: killed together with the process that
+    they clean up after, they would leave its semaphores in /dev/shm. Those already gone are fine."""
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            if b"multiprocessing.resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
 
 
 async def wait_until_gone(pids: Iterable[int], timeout_s: float) -> list[int]:

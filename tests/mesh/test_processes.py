@@ -1,0 +1,38 @@
+"""Processes that have to be killed leave nothing of theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from forge_async.mesh.processes import RUN_VARIABLE, find_processes, kill_processes, wait_until_gone
+
+HOLDER = """
+import multiprocessing, time
+lock = multiprocessing.get_context("spawn").RLock()
+print("ready", lock._semlock.name, flush=True)
+time.sleep(100)
+"""
+
+
+async def test_a_killed_process_leaves_no_semaphore() -> None:
+    """Its resource tracker belongs to the same run; killed with it, it could not clean up."""
+    run_id = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    process = subprocess.Popen(  # noqa: ASYNC220 - started before anything else runs in this loop
+        [sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True, env=os.environ | {RUN_VARIABLE: run_id}
+    )
+    assert process.stdout is not None
+    name = (await asyncio.to_thread(process.stdout.readline)).split()[1]
+    semaphore = Path("/dev/shm") / f"sem.{name.lstrip('/')}"
+    assert semaphore.exists()
+    pids = find_processes(run_id)
+    assert len(pids) == 2, "the process and its resource tracker"
+    kill_processes(pids)
+    assert process.wait() == -signal.SIGKILL
+    assert await wait_until_gone(pids, 20) == []
+    assert not semaphore.exists()

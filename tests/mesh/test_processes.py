@@ -30,8 +30,9 @@ async def test_a_killed_process_leaves_no_semaphore() -> None:
     name = (await asyncio.to_thread(process.stdout.readline)).split()[1]
     semaphore = Path("/dev/shm") / f"sem.{name.lstrip('/')}"
     assert semaphore.exists()
-    pids = find_processes(run_id)
-    assert len(pids) == 2, "the process and its resource tracker"
+    async with asyncio.timeout(20):  # the process and its resource tracker, which is being started
+        while len(pids := find_processes(run_id)) < 2:
+            await asyncio.sleep(0.02)
     kill_processes(pids)
     assert process.wait() == -signal.SIGKILL
     assert await wait_until_gone(pids, 20) == []

@@ -59,7 +59,7 @@ async def train(config: Config) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """``forge-async run CONFIG [key=value ...]``."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if len(arguments) >= 2 and arguments[0] == "run":
+    if len(arguments) >= 2 and arguments[0] == "run" and not arguments[1].startswith("-"):
         return run_app(train, Config, arguments[1], main.__doc__, ["--config", *arguments[1:]])
     print("usage: forge-async run CONFIG [--print-config] [key=value ...]", file=sys.stderr)
     return 0 if arguments in (["-h"], ["--help"]) else 2

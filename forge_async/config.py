@@ -246,7 +246,8 @@ def _layers(path: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     if path.resolve() in above:
         raise ConfigError("base", str(path), "a file that is not based on itself")
     if not path.is_file():
-        near = sorted(str(other) for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        folders = [path.parent, Path("configs")]
+        near = sorted({str(other) for folder in folders for other in folder.glob("*.y*ml")})
         raise ConfigError("--config", str(path), "an existing YAML file", f"Here are: {', '.join(near) or 'none'}.")
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
@@ -315,7 +316,8 @@ def _set(tree: DictConfig, key: str, value: Any, keys: dict[str, Any]) -> None:
             key,
             value,
             "a known setting",
-            f"Did you mean {nearest[0]}? " + (f"{parent or 'The top'} has: {', '.join(siblings)}." if siblings else ""),
+            f"Did you mean {nearest[0]}? "
+            + (f"{parent or 'The top level'} has: {', '.join(siblings)}." if siblings else ""),
         )
     if dataclasses.is_dataclass(kind):
         raise ConfigError(key, value, f"a mapping with {', '.join(f.name for f in dataclasses.fields(kind))}")
@@ -323,6 +325,8 @@ def _set(tree: DictConfig, key: str, value: Any, keys: dict[str, Any]) -> None:
     if kind is float and isinstance(value, str):
         value = _as_float(value)
     refused = ConfigError(key, value, allowed)
+    if typing.get_origin(kind) is list and not isinstance(value, list):
+        raise ConfigError(key, value, allowed, f"In brackets: {key}=[{value}].")
     if (kind is int and isinstance(value, bool | float | str)) or (
         (kind is bool and not isinstance(value, bool)) or (_is_text(kind) and not isinstance(value, str | None))
     ):

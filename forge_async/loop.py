@@ -120,6 +120,8 @@ class AsyncLoop:
         self.buffer, self.source, self.environment, self.rewards = buffer, source, environment, rewards
         self.record, self.version = record, version
         self.tally = Tally()
+        self.ended_early: str | None = None
+        """Why there were fewer steps than asked for."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._followers: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -153,6 +155,7 @@ class AsyncLoop:
                     return
                 waiting_since = time.monotonic()
             await asyncio.gather(*self._followers)
+            self.ended_early = f"{self.buffer.ended} after {index} of {count} steps"
             self.record("dataset_ended", steps=index, reason=self.buffer.ended)
             if self.version == 0:
                 raise RunFailed(f"nothing was trained: {self.buffer.ended}; prompts: {self.buffer.ledger.summary()}.")

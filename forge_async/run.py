@@ -128,6 +128,8 @@ class Run:
             # The last one here, too: prompts open now are dropped when the loop ends, but a resume goes on with them.
             if self._steps == remaining or (every and step.stats.version % every == 0):
                 await self.checkpoint()
+        if self._loop.ended_early is not None:
+            self.console.warn(self._loop.ended_early)
 
     async def train(self) -> None:
         """Train to the end, logging every step."""

@@ -190,6 +190,8 @@ def write_hf_folder(folder: Path, weights: dict[str, torch.Tensor], model_path: 
     target_dtype = getattr(torch, dtype)
     unique = {name: tensor.to(target_dtype).clone() for name, tensor in weights.items()}
     save_file(unique, str(staging / "model.safetensors"), metadata={"format": "pt"})
+    readable = (staging / "config.json").stat().st_mode & 0o777  # safetensors writes for the owner alone
+    (staging / "model.safetensors").chmod(readable)
     if folder.exists():
         shutil.rmtree(folder)
     staging.rename(folder)

@@ -61,8 +61,8 @@ async def launch(config: Config) -> AsyncIterator[Run]:
         allowed = f"at most {positions}, the max_position_embeddings of {config.model.path}"
         raise ConfigError("policy.max_model_len", config.policy.max_model_len, allowed)
     folder = RunFolder.open(config.resume) if config.resume else RunFolder.create(config.output_dir, config.name)
-    folder.write_config(to_yaml(config))
     run = Run(config, folder)
+    folder.write_config(to_yaml(config))
     outcome = "failed"
     try:
         async with MeshRuntime():
@@ -93,8 +93,11 @@ class Run:
         self.trainer: ActorHandle
         self.store: WeightStore
         self.buffer: RolloutBuffer
-        self.version = 0
+        self._checkpoint_state = state = self._read_checkpoint()
+        self.version: int = state["version"] if state else 0
         """Policy version at the start: more than 0 after a resume."""
+        if self.version >= config.steps:
+            raise ConfigError("steps", config.steps, f"more than the checkpoint's version, {self.version}")
         self.console = Console(config.steps, title=f"forge_async  {folder.path.name}", enabled=config.metrics.console)
         self._events = EventLog(folder.events)
         self._metrics = MetricsLogger(folder.path, config.metrics)
@@ -208,10 +211,7 @@ class Run:
         config, began = self.config, time.monotonic()
         self.console.__enter__()
         self._events.write("start", name=self.folder.path.name, resume=bool(config.resume))
-        state = self._read_checkpoint()
-        self.version = state["version"] if state else 0
-        if self.version >= config.steps:
-            raise ConfigError("steps", config.steps, f"more than the checkpoint's version, {self.version}")
+        state = self._checkpoint_state
         self._tokenizer = tokenizer = load_tokenizer(config.model.path)
         room = config.policy.max_model_len - config.policy.sampling.max_tokens
         with prefix_errors("dataset"):

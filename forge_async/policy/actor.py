@@ -98,6 +98,7 @@ class PolicyActor(ForgeActor):
             raise ForgeError("setup was called before on this replica")
         seed = (self.seed * 1_000_003 + (os.getpid() if stream is None else stream)) % 2**31
         engine = PolicyEngine(self.config, self.model_path, self._first_version, seed)
+        engine.on_death = _end_process
         self._engine = engine
         seconds = await asyncio.to_thread(engine.start)
         if self.store is not None:

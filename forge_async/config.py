@@ -131,6 +131,14 @@ class Config:
             "above 0 for training",
             "Greedy samples have no distribution to correct for.",
         )
+        if policy.update.rules.drains:
+            require(
+                policy.update.timeout_s >= self.rollout.timeout_s,
+                "policy.update.timeout_s",
+                policy.update.timeout_s,
+                f"at least rollout.timeout_s ({self.rollout.timeout_s}) with policy.update.mode {policy.update.mode!r}",
+                "Running requests end before the swap there, and a replica that waits for them is no hanging one.",
+            )
         require(
             self.buffer.min_group_size <= self.rollout.group_size,
             "buffer.min_group_size",

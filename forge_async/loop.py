@@ -1,4 +1,4 @@
-"""The asynchronous RL loop: produce scored groups, train on them, publish weights; generation never stops.
+"""The asynchronous RL loop: produce scored groups, train on them, publish weights; generation goes on meanwhile.
 
 ::
 
@@ -13,6 +13,11 @@ Three kinds of tasks run at once, and each is awaited or cancelled by :meth:`Asy
 * a *follower* per published version waits until every replica is on it, compares digests, and opens admission further.
 
 The train loop itself is the caller's ``async for``.
+
+In ``policy.update.mode: blocking`` the train loop *holds* the replicas once it has a batch. No event can leave them held:
+a hold names the trainer's version, and the swap to a newer one ends it in the engine itself; a step that was skipped
+publishes none, so it is followed by a release. Nothing between a hold and its end needs a new group, since the step has
+its batch; and what runs when the hold comes is finished on the old weights, within its rollout's time.
 """
 
 from __future__ import annotations
@@ -21,9 +26,9 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -42,6 +47,7 @@ from forge_async.rollout.sequences import training_sequences
 from forge_async.trainer.advantages import group_advantages
 from forge_async.types import Completion, Group, Prompt, StepStats
 
+T = TypeVar("T")
 Record = Callable[..., None]
 """``record(kind, **fields)``: one line of the event log."""
 
@@ -124,6 +130,8 @@ class AsyncLoop:
         """Why there were fewer steps than asked for."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._followers: set[asyncio.Task[None]] = set()
+        self.held_at: int | None = None
+        """The trainer's version at the last hold that was not released; void once a newer one is live."""
         self._stopping = False
         self._failed: asyncio.Future[ForgeError] = asyncio.get_running_loop().create_future()
         # Requests beyond what the engines decode at once wait here, where the next free replica can still be chosen.
@@ -229,12 +237,15 @@ class AsyncLoop:
         versions = np.concatenate([np.zeros(0, np.int32), *(s.policy_versions[s.loss_mask] for s in sequences)])
         staleness = self.version - versions
         staleness_max = int(staleness.max(initial=0))
+        if self.config.policy.update.rules.holds:
+            await self._hold()
         stats: StepStats = (await self._trainer("step", sequences))[0]
         publish_s = 0.0
         self.buffer.trained(batch, stats.version)
         self.version = stats.version
         if stats.skipped:
             self.record("step_skipped", step=index, reason="no token had a loss")
+            await self._release()
         else:
             published = (await self._trainer("publish"))[0]
             publish_s = published["wall_s"]
@@ -267,16 +278,8 @@ class AsyncLoop:
 
     async def _follow(self, version: int, digest: str) -> None:
         """Wait until every replica is on ``version`` (or a newer one), then let the buffer admit for it."""
-        reports = await self.policy.fan_out("sync", version, timeout=self.config.policy.update.timeout_s)
-        for index, report in enumerate(reports):
-            if isinstance(report, ReplicaDied) or report is None:
-                continue  # its successor starts from the newest version
-            if isinstance(report, TimeoutError):
-                self.record("replica_hung", replica=index, cause=str(report))
-                await self.policy.replace(index)
-                continue
-            if isinstance(report, BaseException):
-                raise report
+        reports = await self._ask_replicas("sync", version)
+        for index, report in reports:
             if report["version"] == version:
                 self.tally.swaps += 1
                 self.tally.swaps_in_flight += report["in_flight"] > 0
@@ -289,20 +292,55 @@ class AsyncLoop:
                     )
         self.buffer.advance(version)
 
+    async def _hold(self) -> None:
+        """Return when no replica generates: what runs has ended, and nothing starts before the next version is live."""
+        self.held_at = self.version
+        await self._unless_failed(self._ask_replicas("hold", self.version))
+
+    async def _release(self) -> None:
+        """End a hold whose step made no version."""
+        if self.held_at is not None:
+            self.held_at = None
+            await self._unless_failed(self._ask_replicas("release"))
+
+    async def _ask_replicas(self, endpoint: str, *args: object) -> list[tuple[int, Any]]:
+        """Call every replica; (index, answer) of those that live. One that does not answer in time is replaced."""
+        reports = await self.policy.fan_out(endpoint, *args, timeout=self.config.policy.update.timeout_s)
+        answers = []
+        for index, report in enumerate(reports):
+            if isinstance(report, TimeoutError):
+                self.record("replica_hung", replica=index, cause=str(report))
+                await self.policy.replace(index)
+            elif report is None or isinstance(report, ReplicaDied):
+                continue  # its successor starts from the newest version, and held if the others are
+            elif isinstance(report, BaseException):
+                raise report
+            else:
+                answers.append((index, report))
+        return answers
+
     async def _trainer(self, endpoint: str, *args: object) -> list:
         """Call every trainer rank; a dead or failing trainer ends the run, and so does :meth:`fail` meanwhile."""
-        call = asyncio.ensure_future(self.trainer.call(endpoint, *args))
+
+        async def call() -> list:
+            try:
+                return await self.trainer.call(endpoint, *args)
+            except ForgeError as error:
+                raise RunFailed(f"the trainer failed in {endpoint!r} at version {self.version}: {error}") from error
+
+        return await self._unless_failed(call())
+
+    async def _unless_failed(self, work: Awaitable[T]) -> T:
+        """The result of ``work``; when :meth:`fail` comes first, ``work`` is cancelled and that error raised."""
+        call = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {call, self._failed}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 raise self._failed.result()
+            return call.result()
         finally:
             call.cancel()  # nothing to a call that is done
-        try:
-            return call.result()
-        except ForgeError as error:
-            raise RunFailed(f"the trainer failed in {endpoint!r} at version {self.version}: {error}") from error
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

@@ -104,6 +104,7 @@ class Run:
         self._recorder = EpisodeRecorder(folder.episodes, config.metrics.episodes_per_step, config.seed)
         self._tokenizer: Any = None
         self._idle, self._generated = IdleMeter(), RateMeter()
+        self._discarded, self._recomputed = RateMeter(), RateMeter()
         self._loop: AsyncLoop | None = None
         self._source: PromptSource
         self._rewards: RewardPool | None = None
@@ -292,12 +293,20 @@ class Run:
         """A new replica builds its engine and takes the newest published version before it gets requests."""
         self._events.write("respawned", pids=handle.pids())
         await handle.call("setup")
-        synced = -1
-        # What is published meanwhile is not announced to it, as it is not healthy yet. Between the last comparison
-        # and its becoming so there is no await: it has the newest version then, or is told of it.
-        while self._loop is not None and (newest := max(self._loop.tally.digests, default=-1)) > synced:
-            await handle.call("sync", newest)
-            synced = newest
+        synced, held_at = -1, None
+        # What the loop tells the replicas meanwhile does not reach it, as it is not healthy yet. Between the last
+        # comparison and its becoming so there is no await: it has the newest version then, or is told of it, and it is
+        # held exactly if the others are.
+        while self._loop is not None:
+            newest = max(self._loop.tally.digests, default=-1)
+            if newest > synced:
+                await handle.call("sync", newest)
+                synced = newest
+            elif self._loop.held_at != held_at:
+                held_at = self._loop.held_at
+                await (handle.call("release") if held_at is None else handle.call("hold", held_at))
+            else:
+                break
 
     # ---- the end ----
 
@@ -349,6 +358,8 @@ class Run:
             aborted_by_swap=self._aborted,
             trained_tokens=tally.trained_tokens,
             tokens_without_version=tally.tokens_without_version,
+            discarded_tokens=int(self._discarded.total),
+            recomputed_tokens=int(self._recomputed.total),
             staleness_bound=self.config.buffer.max_staleness,
             staleness_max=tally.max_staleness,
             digest_mismatches=tally.digest_mismatches,
@@ -373,6 +384,8 @@ class Run:
             else:
                 self._status.append(status)
             self._idle.update(f"generator {index}", status["busy_s"], status["idle_s"])
+            self._discarded.update(f"{index}", status["discarded_tokens"])
+            self._recomputed.update(f"{index}", status["recomputed_tokens"])
         self._aborted = sum(status["aborted"] for status in self._status)
 
     def _generation_rate(self) -> float:

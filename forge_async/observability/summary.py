@@ -33,6 +33,10 @@ class Summary:
     aborted_by_swap: int = 0
     trained_tokens: int = 0
     tokens_without_version: int = 0
+    discarded_tokens: int = 0
+    """Generated tokens that a swap threw away."""
+    recomputed_tokens: int = 0
+    """Tokens whose keys and values a swap threw away."""
     staleness_bound: int = 0
     staleness_max: int = 0
     """Largest staleness of any trained token, versions."""
@@ -72,7 +76,12 @@ class Summary:
             "swaps": self.swaps,
             "swaps_in_flight": self.swaps_in_flight,
             "aborted_by_swap": self.aborted_by_swap,
-            "tokens": {"trained": self.trained_tokens, "without_version": self.tokens_without_version},
+            "tokens": {
+                "trained": self.trained_tokens,
+                "without_version": self.tokens_without_version,
+                "discarded": self.discarded_tokens,
+                "recomputed": self.recomputed_tokens,
+            },
             "staleness": {"bound": self.staleness_bound, "max_seen": self.staleness_max},
             "digest_mismatches": self.digest_mismatches,
             "ledger": {"admitted": self.admitted, "trained": self.trained, "dropped": dict(self.dropped)},
@@ -117,6 +126,9 @@ class Summary:
         ]
         if self.tokens_without_version:
             rows.append(("tokens", f"{self.tokens_without_version} of {self.trained_tokens} without a policy version"))
+        if self.discarded_tokens or self.recomputed_tokens:
+            wasted = f"{self.discarded_tokens} thrown away by swaps, {self.recomputed_tokens} computed anew"
+            rows.append(("wasted", wasted))
         if plot is not None:
             rows.append(("plot", str(plot)))
         return rows

@@ -34,8 +34,11 @@ DRAINED = (
     "aborted",
     "swaps",
     "swaps_in_flight",
+    "discarded_tokens",
+    "recomputed_tokens",
     "busy_s",
     "idle_s",
+    "held_s",
     "swap_ms",
 )
 """Counters that :meth:`PolicyActor.drain_stats` reports since its last call."""
@@ -145,10 +148,23 @@ class PolicyActor(ForgeActor):
 
         Returns:
             ``version``, ``digest`` (of the live parameters, read back and equal to the published one), ``pause_ms``
-            (between two forward passes), ``in_flight`` (requests running across the swap), ``nbytes``, ``pull_s``,
+            (between two forward passes), ``in_flight`` (requests running when the swap came), ``nbytes``, ``pull_s``,
             ``attest_s``.
         """
         return await self._until_live(version)
+
+    @concurrent_endpoint
+    async def hold(self, version: int) -> None:
+        """Start no request until a version newer than ``version`` is live; returns when none runs any more.
+
+        Mode blocking calls this when the trainer takes a batch. A swap ends it, and so does :meth:`release`.
+        """
+        await asyncio.wrap_future(self._ready().hold(version))
+
+    @concurrent_endpoint
+    async def release(self) -> None:
+        """End :meth:`hold` without a new version, as after a skipped step."""
+        self._ready().release()
 
     @concurrent_endpoint
     async def status(self) -> dict[str, Any]:

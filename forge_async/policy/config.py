@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from forge_async.errors import require
+from forge_async.policy.updates import KV, MODES, RULES, UpdateRules
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -57,23 +58,33 @@ class UpdateConfig:
     """What happens to running requests when new weights arrive."""
 
     mode: str = "never_stop"
-    """``never_stop``: weights are replaced between two forward passes and every request goes on."""
+    """``never_stop``: weights are replaced between two forward passes and every request goes on. ``abort_resume``:
+    running requests are submitted again, prompt and generated tokens, and go on with keys and values of the new
+    weights. ``abort_retry``: they start over. ``drain``: they end first, and new ones wait for the new weights.
+    ``blocking``: as drain, and nothing is generated from when the trainer takes a batch until its version is live."""
     kv: str = "keep"
-    """What becomes of the running requests' keys and values: ``keep`` goes on with those of the older weights,
-    ``recompute`` computes them anew with the new weights (exact, and costs one prefill per running request)."""
+    """What becomes of the running requests' keys and values in mode never_stop: ``keep`` goes on with those of the
+    older weights, ``recompute`` computes them anew with the new weights (exact, and costs one prefill per running
+    request). The other modes never mix keys and values."""
     timeout_s: float = 300.0
-    """A replica that has not taken a new version within this many seconds hangs: it is killed and respawned."""
+    """A replica that has not taken a new version within this many seconds hangs: it is killed and respawned. In the
+    modes drain and blocking the requests that run must end within it."""
 
     def __post_init__(self) -> None:
+        require(self.mode in MODES, "mode", self.mode, "one of " + ", ".join(MODES))
+        require(self.kv in KV, "kv", self.kv, "one of " + ", ".join(KV))
         require(
-            self.mode == "never_stop",
-            "mode",
-            self.mode,
-            "'never_stop'",
-            "abort_resume, abort_retry, drain and blocking are not available yet.",
+            (self.mode, self.kv) in RULES,
+            "kv",
+            self.kv,
+            f"'keep', its default, with mode {self.mode!r}",
+            "Only never_stop has a choice about keys and values.",
         )
         require(self.timeout_s > 0, "timeout_s", self.timeout_s, "above 0 (seconds)")
-        require(self.kv in ("keep", "recompute"), "kv", self.kv, "'keep' or 'recompute'")
+
+    @property
+    def rules(self) -> UpdateRules:
+        return RULES[self.mode, self.kv]
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,19 @@
 """An in-process vLLM engine with its own thread: it steps while there are requests, and swaps weights between steps.
 
 ```
- any thread:  submit / abort / swap ──▶ inbox ──▶ engine thread:  ┌▶ take the inbox
-              futures of Completion / SwapReport ◀───────────────│  swap weights and version label, if asked
-                                                                 │  admit requests, salted with the version
+ any thread:  submit / abort ─┐                                  ┌▶ take the inbox
+              swap / hold ────┴─▶ inbox ──▶ engine thread:        │  swap weights and version label, if asked and due
+              futures of Completion / SwapReport ◀───────────────│  admit requests, salted with the version
                                                                  └─ one forward pass; its tokens get the label
 ```
 
 One thread does everything to the engine, in this order, so that a forward pass never sees two versions and a token's
-label is the version whose weights computed it. Requests beyond ``max_num_seqs`` wait here rather than inside vLLM:
-a request's KV cache then begins at the version it was salted with.
+label is the version whose weights computed it. When a swap is due, and what becomes of the requests that run, is the
+mode's (``updates.py``).
+
+Keys and values. A request's cache begins at the version it was salted with, and no other version's requests read it:
+requests beyond ``max_num_seqs`` wait here rather than inside vLLM, and one which has no keys and values there when the
+version changes (not scheduled yet, or preempted for lack of memory) comes back and is submitted again.
 """
 
 from __future__ import annotations
@@ -30,11 +34,13 @@ import torch
 from forge_async.errors import DataError, ForgeError
 from forge_async.policy import checkpoint, vllm_compat
 from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.policy.request import Request, sampling_params
+from forge_async.policy.updates import UpdateRules
 from forge_async.policy.weight_plan import WeightMismatchError, WeightPlan
 from forge_async.types import Completion, FinishReason
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine, RequestOutput, SamplingParams
+    from vllm import LLMEngine, RequestOutput
 
 
 class EngineDied(ForgeError):
@@ -50,7 +56,7 @@ class SwapReport:
     pause_ms: float
     """Time between two forward passes that the swap took, milliseconds."""
     in_flight: int
-    """Requests that were running across it."""
+    """Requests that were running when it came."""
     nbytes: int
     """Bytes copied."""
 
@@ -69,32 +75,22 @@ class EngineCounters:
     swaps: int = 0
     swaps_in_flight: int = 0
     """Swaps with at least one request running."""
+    discarded_tokens: int = 0
+    """Generated tokens that a swap threw away (they count in ``generated_tokens`` too)."""
+    recomputed_tokens: int = 0
+    """Tokens of prompts and prefixes whose keys and values a swap threw away, to be computed anew."""
     steps: int = 0
     busy_s: float = 0.0
     """Seconds in forward passes and swaps."""
     idle_s: float = 0.0
-    """Seconds without any request."""
+    """Seconds without any request to run."""
+    held_s: float = 0.0
+    """The part of ``idle_s`` in which requests waited for a version."""
     swap_ms: list[float] = field(default_factory=list)
 
 
-@dataclass
-class _Request:
-    request_id: str
-    prompt: np.ndarray
-    params: SamplingParams
-    future: Future[Completion]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    kv_versions: list[int] = field(default_factory=list)
-    kv_version: int = -1
-    """The version at which its keys and values begin."""
-    internal_id: str = ""
-    """vLLM's id, once admitted."""
-
-
 class PolicyEngine:
-    """vLLM behind four thread-safe calls: :meth:`submit`, :meth:`abort`, :meth:`swap` and :meth:`status`."""
+    """vLLM behind thread-safe calls: :meth:`submit`, :meth:`abort`, :meth:`swap`, :meth:`hold` and :meth:`status`."""
 
     def __init__(self, config: PolicyConfig, model_path: str | Path, version: int = 0, seed: int = 0) -> None:
         self.config, self.model_path, self.seed = config, str(model_path), seed
@@ -109,11 +105,17 @@ class PolicyEngine:
         self._engine: LLMEngine
         self._inbox: collections.deque[tuple[str, Any]] = collections.deque()
         self._wake = threading.Condition()
-        self._waiting: collections.deque[_Request] = collections.deque()
-        self._active: dict[str, _Request] = {}
-        """vLLM's id -> request."""
-        self._names: dict[str, _Request] = {}
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._active: dict[str, Request] = {}
+        """The caller's id -> request that vLLM has."""
+        self._names: dict[str, Request] = {}
         """The caller's id -> request, waiting or active."""
+        self._swaps: collections.deque[tuple[int, Mapping[str, torch.Tensor], Future[SwapReport]]] = collections.deque()
+        """Asked for and not due yet: the requests that run are ended first."""
+        self._held_at = -1
+        """Nothing is admitted while the live version is this one or an older one."""
+        self._quiet: list[Future[None]] = []
+        """Futures of :meth:`hold`."""
         self._failure: BaseException | None = None
         self._stopped = False
         self._idle_since: float | None = None
@@ -161,7 +163,7 @@ class PolicyEngine:
             raise DataError(
                 f"{name}: token ids must be in 0..{self._vocabulary - 1}, found {prompt.min()}..{prompt.max()}"
             )
-        request = _Request(name, prompt, _sampling_params(sampling, seed), Future())
+        request = Request(name, prompt, sampling_params(sampling, seed), Future())
         self._post("submit", request)
         return request.future
 
@@ -181,17 +183,34 @@ class PolicyEngine:
         self._post("swap", (version, tensors, future))
         return future
 
+    def hold(self, version: int) -> Future[None]:
+        """Start no request until a version newer than ``version`` is live, or :meth:`release` is called.
+
+        The future is done when no request runs any more; at once where a newer version is live already.
+        """
+        future: Future[None] = Future()
+        self._post("hold", (version, future))
+        return future
+
+    def release(self) -> None:
+        """End :meth:`hold` without a new version."""
+        self._post("release", None)
+
     def status(self) -> dict[str, Any]:
         """A snapshot of counters and queue lengths."""
         idle_since = self._idle_since
         sums = {name: getattr(self.counters, name) for name in self.counters.__dataclass_fields__}
         sums["swap_ms"] = list(self.counters.swap_ms)
         if idle_since is not None:
-            sums["idle_s"] += time.perf_counter() - idle_since
+            waited = time.perf_counter() - idle_since
+            sums["idle_s"] += waited
+            sums["held_s"] += waited if self._waiting else 0.0
         return sums | {
             "version": self.version,
             "running": len(self._active),
             "waiting": len(self._waiting) + sum(kind == "submit" for kind, _ in list(self._inbox)),
+            "draining": bool(self._swaps),
+            "held": self._held,
             "failed": None if self._failure is None else repr(self._failure),
         }
 
@@ -224,17 +243,29 @@ class PolicyEngine:
             return
         try:
             while self._take_inbox():
-                if self._active or self._waiting:
-                    began = time.perf_counter()
-                    self._admit()
-                    self._step()
-                    self.counters.busy_s += time.perf_counter() - began
+                self._turn()
         except BaseException as error:
             self._fail(error)
             if self.on_death is not None:
                 self.on_death(error)
         else:
             self._fail(EngineDied("the engine was stopped"))
+
+    def _turn(self) -> None:
+        """Swap if that is due, admit if that is allowed, and make a forward pass if there is a request to run."""
+        self._update()
+        began = time.perf_counter()
+        if self._held or self._swaps:
+            self._withdraw([request for request in self._without_kv() if not request.token_ids])
+        else:
+            self._admit()
+        if self._active:
+            self._step()
+            self.counters.busy_s += time.perf_counter() - began
+        if not (self._active and self._held):
+            for future in self._quiet:
+                _fulfil(future, None)
+            self._quiet.clear()
 
     def _build(self) -> dict[str, float]:
         config, began = self.config, time.perf_counter()
@@ -262,20 +293,23 @@ class PolicyEngine:
         sampling = SamplingConfig(max_tokens=4, ignore_eos=True)
         for i in range(min(4, self.config.max_num_seqs)):
             prompt = np.full(min(8, self.config.max_model_len - 4) or 1, i % self._vocabulary, dtype=np.int32)
-            self._accept(_Request(f"warm-up-{i}", prompt, _sampling_params(sampling, None), Future()))
+            self._accept(Request(f"warm-up-{i}", prompt, sampling_params(sampling, None), Future()))
         while self._waiting or self._active:
             self._admit(salt="warm-up")
             self._step()
         self.counters = EngineCounters()
 
     def _take_inbox(self) -> bool:
-        """Carry out what was posted, waiting while there is no request at all; False when stopped."""
+        """Take what was posted, waiting while there is no request to run; False when stopped."""
         with self._wake:
-            if not (self._inbox or self._stopped or self._active or self._waiting):
+            runnable = self._active or self._swaps or (self._waiting and not self._held)
+            if not (self._inbox or self._stopped or runnable):
                 began = self._idle_since = time.perf_counter()
                 self._wake.wait_for(lambda: bool(self._inbox) or self._stopped)
                 self._idle_since = None
-                self.counters.idle_s += time.perf_counter() - began
+                waited = time.perf_counter() - began
+                self.counters.idle_s += waited
+                self.counters.held_s += waited if self._waiting else 0.0
             if self._stopped:
                 return False
             posted = list(self._inbox)
@@ -285,11 +319,63 @@ class PolicyEngine:
                 self._accept(payload)
             elif kind == "abort":
                 self._abort(payload)
+            elif kind == "swap":
+                self._swaps.append(payload)
+            elif kind == "hold":
+                self._held_at = max(self._held_at, payload[0])
+                self._quiet.append(payload[1])
             else:
-                self._swap(*payload)
+                self._held_at = -1
         return True
 
-    def _accept(self, request: _Request) -> None:
+    @property
+    def _rules(self) -> UpdateRules:
+        return self.config.update.rules
+
+    @property
+    def _held(self) -> bool:
+        return self.version <= self._held_at
+
+    def _update(self) -> None:
+        """Carry out the swaps that are due. Nobody cancels one that has begun: its tensors stay valid then."""
+        while self._swaps and not (self._active and self._rules.drains):
+            version, tensors, future = self._swaps[0]
+            if future.set_running_or_notify_cancel():
+                self._swap(version, tensors, future)
+            self._swaps.popleft()
+
+    def _carry_over(self) -> None:
+        """Treat the requests in vLLM as the mode says, between the change of weights and the next forward pass."""
+        rules = self._rules
+        empty = {request.request_id for request in self._without_kv()}
+        taken = [request for request in self._active.values() if rules.withdraws or request.request_id in empty]
+        if rules.withdraws or rules.recomputes:
+            for request in self._active.values():
+                computed = vllm_compat.computed_tokens(self._engine, request.internal_id)
+                # What starts over is generated anew, not computed anew: those tokens are the discarded ones.
+                self.counters.recomputed_tokens += min(computed, len(request.prompt)) if rules.restarts else computed
+        if rules.restarts:
+            self.counters.discarded_tokens += sum(request.restart() for request in taken)
+        self._withdraw(taken)
+        if rules.recomputes and self._active:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+            for request in self._active.values():
+                request.kv_version = self.version
+
+    def _without_kv(self) -> list[Request]:
+        """Requests in vLLM which have no keys and values there: not scheduled yet, or preempted."""
+        queued = vllm_compat.queued_requests(self._engine)
+        return [request for request in self._active.values() if request.internal_id in queued] if queued else []
+
+    def _withdraw(self, requests: Sequence[Request]) -> None:
+        """Take requests out of vLLM and put them first in line, with what they have generated."""
+        if requests:
+            self._engine.abort_request([request.internal_id for request in requests], internal=True)
+        for request in reversed(requests):
+            del self._active[request.request_id]
+            self._waiting.appendleft(request)
+
+    def _accept(self, request: Request) -> None:
         if request.request_id in self._names:
             _fulfil(request.future, DataError(f"{request.request_id}: a request of this id is running already"))
             return
@@ -300,11 +386,13 @@ class PolicyEngine:
         """Hand waiting requests to vLLM while it has places. The salt keeps prefix-cache blocks of versions apart."""
         while self._waiting and len(self._active) < self.config.max_num_seqs:
             request = self._waiting.popleft()
-            request.kv_version = self.version
-            self.counters.prompt_tokens += len(request.prompt)
-            prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": salt or str(self.version)}
+            if request.kv_version < 0:
+                self.counters.prompt_tokens += len(request.prompt)
+            request.kv_version, request.submitted_at = self.version, len(request.token_ids)
+            ids = [*request.prompt.tolist(), *request.token_ids]
+            prompt = {"prompt_token_ids": ids, "cache_salt": salt or str(self.version)}
             try:
-                request.internal_id = self._engine.add_request(request.request_id, prompt, request.params)
+                request.internal_id = self._engine.add_request(request.request_id, prompt, request.remaining_params())
             except (ValueError, TypeError) as error:  # vLLM refuses this request; the others are not concerned
                 del self._names[request.request_id]
                 _fulfil(request.future, DataError(f"{request.request_id}: {error}"))
@@ -321,8 +409,10 @@ class PolicyEngine:
             self._append(request, output)
             if output.finished:
                 self._finish(request, output)
+        # Its cache would be filled anew by these weights, and by blocks of the older version which it began with.
+        self._withdraw([request for request in self._without_kv() if request.kv_version != self.version])
 
-    def _append(self, request: _Request, output: RequestOutput) -> None:
+    def _append(self, request: Request, output: RequestOutput) -> None:
         sample = output.outputs[0]
         new = list(sample.token_ids)
         if not new:
@@ -334,11 +424,11 @@ class PolicyEngine:
         request.kv_versions += [request.kv_version] * len(new)
         self.counters.generated_tokens += len(new)
 
-    def _finish(self, request: _Request, output: RequestOutput) -> None:
+    def _finish(self, request: Request, output: RequestOutput) -> None:
         sample = output.outputs[0]
         del self._active[request.request_id], self._names[request.request_id]
         spans = [(int(span.version), span.start, span.end) for span in sample.weight_versions or []]
-        own = spans_of(request.versions)
+        own = spans_of(request.versions[request.submitted_at :])
         if spans != own:
             _fulfil(request.future, ForgeError(f"{request.request_id}: vLLM labels tokens {spans}, the loop {own}"))
         elif sample.finish_reason not in get_args(FinishReason):
@@ -346,19 +436,7 @@ class PolicyEngine:
         else:
             self.counters.finished += 1
             self.counters.aborted += sample.finish_reason == "abort"
-            self._resolve(request, sample.finish_reason, sample.stop_reason)
-
-    def _resolve(self, request: _Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        completion = Completion(
-            prompt_token_ids=request.prompt,
-            token_ids=np.asarray(request.token_ids, dtype=np.int32),
-            logprobs=np.asarray(request.logprobs, dtype=np.float32),
-            policy_versions=np.asarray(request.versions, dtype=np.int32),
-            kv_versions=np.asarray(request.kv_versions, dtype=np.int32),
-            finish_reason=reason,
-            stop_reason=stop_reason,
-        )
-        _fulfil(request.future, completion)
+            _fulfil(request.future, request.completion(sample.finish_reason, sample.stop_reason))
 
     def _abort(self, request_id: str) -> None:
         request = self._names.pop(request_id, None)
@@ -369,7 +447,7 @@ class PolicyEngine:
         else:
             self._waiting.remove(request)
         self.counters.abort_requested += 1
-        self._resolve(request, "abort")
+        _fulfil(request.future, request.completion("abort"))
 
     def _swap(self, version: int, tensors: Mapping[str, torch.Tensor], future: Future[SwapReport]) -> None:
         """Weights and label change together; the update was checked before, so that nothing fails half-way."""
@@ -378,16 +456,14 @@ class PolicyEngine:
         self.plan.apply(tensors)
         self._engine.set_weight_version(str(version))
         self.version = version
-        if self.config.update.kv == "recompute" and self._active:
-            self._engine.reset_prefix_cache(reset_running_requests=True)
-            for request in self._active.values():
-                request.kv_version = version
+        in_flight = len(self._active)
+        self._carry_over()
         pause = time.perf_counter() - began
         self.counters.swaps += 1
-        self.counters.swaps_in_flight += bool(self._active)
+        self.counters.swaps_in_flight += in_flight > 0
         self.counters.swap_ms.append(pause * 1e3)
         self.counters.busy_s += pause
-        _fulfil(future, SwapReport(version, previous, pause * 1e3, len(self._active), self.plan.nbytes))
+        _fulfil(future, SwapReport(version, previous, pause * 1e3, in_flight, self.plan.nbytes))
 
     def _fail(self, error: BaseException) -> None:
         with self._wake:
@@ -396,17 +472,20 @@ class PolicyEngine:
             self._inbox.clear()
         died = EngineDied(f"the generator's engine ended: {type(error).__name__}: {error}")
         died.__cause__ = error
-        futures = [request.future for request in self._names.values()]
+        futures: list[Future[Any]] = [request.future for request in self._names.values()]
         futures += [payload.future for kind, payload in posted if kind == "submit"]
-        futures += [payload[2] for kind, payload in posted if kind == "swap"]
-        self._names.clear(), self._active.clear(), self._waiting.clear()
+        futures += [swap[2] for swap in self._swaps]
+        futures += [payload[-1] for kind, payload in posted if kind in ("swap", "hold")]
+        futures += self._quiet
+        for held in (self._names, self._active, self._waiting, self._swaps, self._quiet):
+            held.clear()
         for future in futures:
             _fulfil(future, died)
 
 
 def _fulfil(future: Future[Any], outcome: Any) -> None:
     """Set a result or an exception, unless whoever waits has cancelled."""
-    if not future.set_running_or_notify_cancel():
+    if not future.running() and not future.set_running_or_notify_cancel():
         return
     if isinstance(outcome, BaseException):
         future.set_exception(outcome)
@@ -446,23 +525,3 @@ def build_plan(model: torch.nn.Module, model_path: str | Path) -> WeightPlan:
                 "cannot be replaced in place here"
             )
     return plan
-
-
-def _sampling_params(sampling: SamplingConfig, seed: int | None) -> SamplingParams:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-        seed=seed,
-        logprobs=0,  # of the sampled token only
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )

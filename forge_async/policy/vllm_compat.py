@@ -6,6 +6,12 @@
    copies are new weights. Needed until vLLM can update packed weights;
    ``tests/policy/test_engine.py::test_swapped_logprobs_equal_transformers`` covers it.
 2. ``model_of``: the model object inside an in-process engine.
+3. ``queued_requests`` and ``computed_tokens``: the scheduler's view of a request. vLLM does not tell when it has
+   preempted one, and which version's keys and values it has afterwards depends on that.
+   ``tests/policy/test_update_modes.py::test_preempted_requests_keep_their_promises`` covers it.
+4. ``allow_seeds_in_split_prefills``: a prefill that is split over several passes samples a token after each part, and
+   vLLM takes a seeded request's draw for it back in a way that CPU generators lack, which ends the engine. With the
+   patch nothing is drawn. ``tests/policy/test_update_modes.py::test_seeds_in_split_prefills`` covers it.
 """
 
 from __future__ import annotations
@@ -46,8 +52,10 @@ def build_engine(live_parameters: bool = True, **engine_args: Any) -> LLMEngine:
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
-    if on_cpu and live_parameters:
-        keep_parameters_live()
+    if on_cpu:
+        allow_seeds_in_split_prefills()
+        if live_parameters:
+            keep_parameters_live()
     if engine_args.get("enforce_eager") is None:
         engine_args["enforce_eager"] = on_cpu
     if not on_cpu:
@@ -68,6 +76,20 @@ def model_of(engine: LLMEngine) -> torch.nn.Module:
     return engine.model_executor.driver_worker.get_model()  # type: ignore[attr-defined]
 
 
+def _scheduler(engine: LLMEngine) -> Any:
+    return engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+
+
+def queued_requests(engine: LLMEngine) -> set[str]:
+    """Internal ids of the requests that have no keys and values: not scheduled yet, or preempted."""
+    return {request.request_id for request in _scheduler(engine).waiting}
+
+
+def computed_tokens(engine: LLMEngine, internal_id: str) -> int:
+    """Tokens of a request whose keys and values are in the cache."""
+    return int(_scheduler(engine).requests[internal_id].num_computed_tokens)
+
+
 def keep_parameters_live() -> None:
     """Patch vLLM's CPU layers, before an engine is built, so that they compute with their parameters as loaded."""
     from vllm.model_executor.layers import utils
@@ -79,6 +101,25 @@ def keep_parameters_live() -> None:
     utils.dispatch_cpu_unquantized_gemm = use_parameter
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
     CPUUnquantizedExperts.apply = _apply_live_experts
+
+
+def allow_seeds_in_split_prefills() -> None:
+    """Patch vLLM's CPU model runner: rows whose sampled token is dropped have no generator while tokens are sampled."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        dropped = self.discard_request_mask.np[: self.input_batch.num_reqs]
+        self.generators_set_aside = {row: generators.pop(row) for row in list(generators) if dropped[row]}
+        return GPUModelRunner._sample(self, *args, **kwargs)
+
+    def bookkeeping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = GPUModelRunner._bookkeeping_sync(self, *args, **kwargs)
+        self.input_batch.generators.update(self.generators_set_aside)
+        return result
+
+    CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync = sample, bookkeeping
 
 
 def live_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -55,7 +55,9 @@ def across_swap(engine: PolicyEngine, version: int, tensors: Any) -> dict[str, A
 
 
 def serve(connection: Connection) -> None:
-    """Fork one engine per job received and answer with its exit code; ends by a job of None.
+    """Run each job received, (function, *arguments), in a fork of this process and answer with its exit code.
+
+    Ends by a job of None.
 
     Importing vLLM takes most of an engine's start, so it is done once, before the forks.
     """
@@ -67,7 +69,7 @@ def serve(connection: Connection) -> None:
         importlib.import_module(module)
     fork = multiprocessing.get_context("fork")
     for job in iter(connection.recv, None):
-        child = fork.Process(target=record, args=job)
+        child = fork.Process(target=job[0], args=job[1:])
         child.start()
         child.join(270)
         child.kill()

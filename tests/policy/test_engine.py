@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,70 +15,17 @@ from safetensors.torch import load_file, save_file
 
 from forge_async.policy.engine import spans_of
 from forge_async.types import Completion
-from tests.policy.engine_child import CONFIG, LONG_PROMPT, serve
+from tests.policy.engine_child import CONFIG, LONG_PROMPT, record
+from tests.policy.reference import TOLERANCE, Seen, perturbed, picked
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-TOLERANCE = 1e-4
 KINDS = {
     "llama_tied": ("llama", True),
     "llama_untied": ("llama", False),
     "qwen3_tied": ("qwen3", True),
     "qwen3_moe": ("qwen3_moe", False),
 }
-
-
-def perturbed(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """Other weights of the same kind: matrices get noise of a third of their own spread, vectors of a twentieth."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        scale = 0.3 * tensor.std() if tensor.ndim > 1 else 0.05
-        return tensor + scale * torch.randn(tensor.shape, generator=generator)
-
-    return {name: change(tensor) for name, tensor in tensors.items()}
-
-
-class Seen:
-    """What an engine of one kind of model did, with that model's weights of all versions in HF transformers."""
-
-    def __init__(
-        self, folder: Path, work: Path, weights: list[dict[str, torch.Tensor]], recorded: dict[str, Any]
-    ) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.weights, self.recorded = weights, recorded
-        self.models = []
-        for version, tensors in enumerate(weights):
-            copy = work / f"version-{version}"
-            shutil.copytree(folder, copy)
-            save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-            self.models.append(AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32).eval())
-
-    def __getitem__(self, key: str) -> Any:
-        return self.recorded[key]
-
-    @torch.no_grad()
-    def logits(self, completion: Completion, versions: np.ndarray | None = None) -> torch.Tensor:
-        """float32 [R, V]: token r's logits by the model of its version; keys and values stay as once computed."""
-        from transformers import DynamicCache
-
-        ids = torch.tensor(np.concatenate([completion.prompt_token_ids, completion.token_ids]).astype(np.int64))
-        start, parts, cache = len(completion.prompt_token_ids), [], DynamicCache()
-        done = 0
-        for version, begin, end in spans_of(completion.policy_versions if versions is None else versions):
-            out = self.models[version](ids[None, done : start + end - 1], past_key_values=cache, use_cache=True)
-            done = start + end - 1
-            parts.append(out.logits[0, -(end - begin) :])
-        return torch.cat(parts).float()
-
-    def logprobs(self, completion: Completion, **kwargs: Any) -> np.ndarray:
-        return picked(self.logits(completion, **kwargs), completion)
-
-
-def picked(logits: torch.Tensor, completion: Completion) -> np.ndarray:
-    chosen = torch.tensor(completion.token_ids.astype(np.int64))[:, None]
-    return logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
 
 
 def shaped_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
@@ -94,22 +39,6 @@ def shaped_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
             kept = kept[: int((mass < top_p).sum()) + 1]
         out[row, kept] = line[kept]
     return out
-
-
-@pytest.fixture(scope="module")
-def recorder() -> Iterator[Connection]:
-    """The other end of a process that has imported vLLM once, and forks one engine per request."""
-    context = multiprocessing.get_context("spawn")
-    connection, other = context.Pipe()
-    server = context.Process(target=serve, args=(other,))
-    server.start()
-    try:
-        yield connection
-        connection.send(None)
-        server.join(30)
-    finally:
-        server.kill()
-        server.join()
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -132,7 +61,7 @@ def seen(
             published["lm_head.weight"] = published["model.embed_tokens.weight"].clone()
         files.append(str(work / f"{version}.safetensors"))
         save_file(published, files[-1])
-    recorder.send((str(folder), files, str(work / "seen.pickle")))
+    recorder.send((record, str(folder), files, str(work / "seen.pickle")))
     assert recorder.poll(280), "the engine did not finish in time"
     assert recorder.recv() == 0
     return Seen(folder, work, weights, pickle.loads((work / "seen.pickle").read_bytes()))

@@ -1,0 +1,27 @@
+"""Engines for tests, each forked from one process that has imported vLLM."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+
+from tests.policy.engine_child import serve
+
+
+@pytest.fixture(scope="session")
+def recorder() -> Iterator[Connection]:
+    """The other end of a process that has imported vLLM once, and forks one engine per job: see ``engine_child.serve``."""
+    context = multiprocessing.get_context("spawn")
+    connection, other = context.Pipe()
+    server = context.Process(target=serve, args=(other,))
+    server.start()
+    try:
+        yield connection
+        connection.send(None)
+        server.join(30)
+    finally:
+        server.kill()
+        server.join()

@@ -223,7 +223,8 @@ class Run:
         samples = fresh_prompts(config, tokenizer, self._source.rows, room)
         self.buffer = RolloutBuffer(config.buffer, ledger, self.version)
         gpus = config.trainer.device != "cpu" and bool(visible_gpus())
-        placement = plan_placement(config.placement, config.trainer.procs, config.policy.num_replicas)
+        ranks = config.policy.tensor_parallel_size
+        placement = plan_placement(config.placement, config.trainer.procs, config.policy.num_replicas, ranks)
 
         self.console.phase("starting the weight store and the reward workers")
         self.store = await WeightStore.create(config.store)
@@ -234,7 +235,7 @@ class Run:
             TrainerActor.options(procs=config.trainer.procs, cores=placement.trainer, with_gpus=gpus).spawn(
                 config.trainer, config.model.path, store=self.store, total_steps=config.steps, seed=config.seed
             ),
-            PolicyActor.options(cores=placement.policy, with_gpus=gpus).as_service(
+            PolicyActor.options(procs=ranks, cores=placement.policy, with_gpus=gpus).as_service(
                 config.policy,
                 config.model.path,
                 store=self.store,

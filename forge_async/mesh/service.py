@@ -81,7 +81,7 @@ class Service:
         """Call endpoint ``name`` of the least loaded healthy replica; waits while there is none.
 
         Calls with the same ``session`` go to the same replica as long as it lives. A replica of several processes is
-        called on all of them; rank 0's value is returned. ``timeout`` counts from when a replica was chosen.
+        called on rank 0, which speaks for it. ``timeout`` counts from when a replica was chosen.
 
         Raises:
             ReplicaDied: the replica died with this call in flight.
@@ -94,9 +94,7 @@ class Service:
             assert handle is not None
             replica.in_flight += 1
             try:
-                if handle.procs == 1:
-                    return await handle.call_one(name, *args, timeout=timeout, **kwargs)
-                return (await handle.call(name, *args, timeout=timeout, **kwargs))[0]
+                return await handle.call_one(name, *args, timeout=timeout, **kwargs)
             except ActorDied as error:
                 self._note_death(replica, handle)
                 raise ReplicaDied(f"{self.label} replica {replica.index}: {error}") from error
@@ -104,7 +102,7 @@ class Service:
                 replica.in_flight -= 1
 
     async def fan_out(self, name: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call endpoint ``name`` on every replica at once; results by replica.
+        """Call endpoint ``name`` on every process of every replica at once; rank 0's results by replica.
 
         A replica that is not healthy yields None; one that fails yields its exception. Nothing is raised.
         """

@@ -18,6 +18,7 @@ from monarch.actor import concurrent_endpoint
 from forge_async.errors import ForgeError
 from forge_async.mesh import ForgeActor
 from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.policy.weight_plan import WeightMismatchError
 from forge_async.store.digest import tensor_digest
 from forge_async.types import Completion
 
@@ -51,6 +52,9 @@ class DigestMismatchError(ForgeError):
 class PolicyActor(ForgeActor):
     """A vLLM engine in a process of its own. Spawn it, then call ``setup`` once, then the other endpoints.
 
+    With ``config.tensor_parallel_size`` above 1 spawn it on as many processes, and call ``setup`` on all of them.
+    Rank 0 takes requests and follows the store for all; ``follow`` and ``sync`` return at once on the others.
+
     Args:
         config: the engine's settings.
         model_path: HF folder that the engine is built from.
@@ -68,6 +72,7 @@ class PolicyActor(ForgeActor):
         version: int = 0,
     ) -> None:
         self.config, self.model_path, self.store, self.seed = config, str(model_path), store, seed
+        self._rank = int(os.environ["RANK"]) if config.tensor_parallel_size > 1 else 0
         self._first_version = version
         self._engine: PolicyEngine | None = None
         self._follower: asyncio.Task[None] | None = None
@@ -90,8 +95,9 @@ class PolicyActor(ForgeActor):
         returns.
 
         Args:
-            stream: number of this replica's random stream. None takes the process id, since replicas must not draw the
-                same samples; pass a number, or a seed with each request, where draws are to be repeatable.
+            stream: number of this replica's random stream. None takes the process id (of several processes the port
+                they met at), since replicas must not draw the same samples; pass a number, or a seed with each
+                request, where draws are to be repeatable.
         Returns:
             Seconds per phase: ``build_s``, ``plan_s``, ``warm_up_s``.
         """
@@ -99,15 +105,20 @@ class PolicyActor(ForgeActor):
 
         if self._engine is not None:
             raise ForgeError("setup was called before on this replica")
-        seed = (self.seed * 1_000_003 + (os.getpid() if stream is None else stream)) % 2**31
+        if stream is None:
+            stream = int(os.environ["MASTER_PORT"]) if self.config.tensor_parallel_size > 1 else os.getpid()
+        seed = (self.seed * 1_000_003 + stream) % 2**31
         engine = PolicyEngine(self.config, self.model_path, self._first_version, seed)
         engine.on_death = _end_process
         self._engine = engine
+        if self._rank > 0:
+            loop = asyncio.get_running_loop()
+            engine.on_announced = lambda version: loop.call_soon_threadsafe(self._want, version)
         seconds = await asyncio.to_thread(engine.start)
         if self.store is not None:
             self._follower = asyncio.create_task(self._follow())
             latest = await self.store.latest()
-            if latest is not None and latest >= engine.version:
+            if self._rank == 0 and latest is not None and latest >= engine.version:
                 await self._until_live(latest)
         return seconds
 
@@ -121,6 +132,8 @@ class PolicyActor(ForgeActor):
     ) -> Completion:
         """Sample one completion; the arguments are those of :meth:`PolicyEngine.submit`."""
         engine = self._ready()
+        if self._rank > 0:
+            raise ForgeError(f"generate: called on rank {self._rank} of a replica; rank 0 takes its requests")
         request_id = request_id or uuid.uuid4().hex
         future = engine.submit(prompt_token_ids, sampling, request_id, seed)
         try:
@@ -132,7 +145,8 @@ class PolicyActor(ForgeActor):
     @concurrent_endpoint
     async def abort(self, request_id: str) -> None:
         """End a request; its ``generate`` returns what there is, with finish reason ``abort``."""
-        self._ready().abort(request_id)
+        if self._rank == 0:
+            self._ready().abort(request_id)
 
     @concurrent_endpoint
     async def follow(self, version: int) -> None:
@@ -140,7 +154,8 @@ class PolicyActor(ForgeActor):
 
         Of several versions told meanwhile only the newest is applied. Raises what ended the follower, if it has ended.
         """
-        self._tell(version)
+        if self._rank == 0:
+            self._tell(version)
 
     @concurrent_endpoint
     async def sync(self, version: int) -> dict[str, Any]:
@@ -149,8 +164,10 @@ class PolicyActor(ForgeActor):
         Returns:
             ``version``, ``digest`` (of the live parameters, read back and equal to the published one), ``pause_ms``
             (between two forward passes), ``in_flight`` (requests running when the swap came), ``nbytes``, ``pull_s``,
-            ``attest_s``.
+            ``attest_s``. Empty on ranks other than 0, which has them all live when it returns.
         """
+        if self._rank > 0:
+            return {}
         return await self._until_live(version)
 
     @concurrent_endpoint
@@ -193,7 +210,13 @@ class PolicyActor(ForgeActor):
 
     @concurrent_endpoint
     async def weights(self) -> tuple[int, dict[str, str]]:
-        """The live version and each HF tensor's digest, read back from the live parameters."""
+        """The live version and each HF tensor's digest, read back from the live parameters.
+
+        Raises:
+            ForgeError: with tensor parallelism, where no process has whole tensors.
+        """
+        if self.config.tensor_parallel_size > 1:
+            raise ForgeError("weights: the processes of a tensor-parallel replica hold parts of tensors only")
         engine = self._ready()
         async with self._weights_lock:
             return engine.version, await asyncio.to_thread(_live_digests, engine)
@@ -221,6 +244,9 @@ class PolicyActor(ForgeActor):
         error = self._follower_error()
         if error is not None:
             raise error
+        self._want(version)
+
+    def _want(self, version: int) -> None:
         self._wanted = max(self._wanted, version)
         self._told.set()
 
@@ -257,7 +283,10 @@ class PolicyActor(ForgeActor):
                     async with self._applied:
                         self._last_update = update
                         self._applied.notify_all()
-        except BaseException:
+        except BaseException as error:
+            agreed = (WeightMismatchError, DigestMismatchError)  # rank 0 has found the same
+            if self._rank > 0 and isinstance(error, Exception) and not isinstance(error, agreed):
+                _end_process(error)  # rank 0 would wait for ever for this rank to swap
             asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._wake_waiters()))
             raise
 
@@ -269,10 +298,12 @@ class PolicyActor(ForgeActor):
         """One update. The lease is held until the swap is done, since the tensors may be views of shared memory."""
         assert self.store is not None
         began = time.perf_counter()
-        lease = await self.store.acquire()
+        lease = await self.store.acquire(None if self._rank == 0 else self._wanted)
         try:
             if lease.version < self._wanted:
                 raise ForgeError(f"told of version {self._wanted}, but the store's newest is {lease.version}")
+            if self._rank == 0:
+                engine.announce(lease.version)
             tensors = await asyncio.to_thread(lambda: dict(lease.tensors()))
             pulled = time.perf_counter()
             async with self._weights_lock:
@@ -293,6 +324,19 @@ class PolicyActor(ForgeActor):
         }
 
     def _attest(self, engine: PolicyEngine, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> str:
+        """The version's digest, if every rank's live parameters are what was published."""
+        if engine.lockstep is None:
+            return self._compare(engine, manifest, tensors)
+        wrong = next((name for name, tensor in tensors.items() if not engine.plan.holds(name, tensor)), None)
+        for rank, name in enumerate(engine.lockstep.gather(wrong)):
+            if name is not None:
+                self._digest_mismatches += 1
+                raise DigestMismatchError(
+                    f"version {manifest.version}: rank {rank} holds other values of {name} than were published"
+                )
+        return manifest.digest
+
+    def _compare(self, engine: PolicyEngine, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> str:
         """Compare the live parameters with what was published; returns the version's digest.
 
         Where the engine's dtype differs from the published one, the published tensors are converted for the comparison.

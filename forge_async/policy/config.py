@@ -92,7 +92,9 @@ class PolicyConfig:
     """One generator replica's engine, and how many replicas there are."""
 
     num_replicas: int = 1
-    """Engines, each in its own process; requests go to the least loaded."""
+    """Engines; requests go to the least loaded."""
+    tensor_parallel_size: int = 1
+    """Processes of each engine, over which vLLM splits every layer; divides the model's attention heads."""
     dtype: str = "float32"
     """Of weights, activations and KV cache: float32, bfloat16 or float16. On CPUs without AVX-512 or AMX bfloat16 is
     several times slower than float32."""
@@ -105,7 +107,7 @@ class PolicyConfig:
     block_size: int = 32
     """Tokens per KV-cache block: a prefix is shared between requests in whole blocks only."""
     kv_cache_gib: float = 1.0
-    """KV-cache memory per replica, GiB."""
+    """KV-cache memory per replica, GiB; its processes share it."""
     enforce_eager: bool | None = None
     """Run without compilation and CUDA graphs; None: eager on CPU, compiled on GPU."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -114,6 +116,7 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         require(self.num_replicas >= 1, "num_replicas", self.num_replicas, "at least 1")
+        require(self.tensor_parallel_size >= 1, "tensor_parallel_size", self.tensor_parallel_size, "at least 1")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         require(self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2")
         require(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "at least 1")

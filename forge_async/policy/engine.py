@@ -7,6 +7,9 @@
                                                                  └─ one forward pass; its tokens get the label
 ```
 
+With tensor parallelism every rank has such an engine, and those of the other ranks repeat what rank 0's does: see
+``lockstep.py``.
+
 One thread does everything to the engine, in this order, so that a forward pass never sees two versions and a token's
 label is the version whose weights computed it. When a swap is due, and what becomes of the requests that run, is the
 mode's (``updates.py``).
@@ -22,6 +25,7 @@ import collections
 import itertools
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -31,9 +35,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import torch
 
-from forge_async.errors import DataError, ForgeError
+from forge_async.errors import DataError, ForgeError, require
 from forge_async.policy import checkpoint, vllm_compat
 from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.policy.lockstep import Command, Lockstep, LockstepBroken
 from forge_async.policy.request import Request, sampling_params
 from forge_async.policy.updates import UpdateRules
 from forge_async.policy.weight_plan import WeightMismatchError, WeightPlan
@@ -98,7 +103,11 @@ class PolicyEngine:
         """Of the live weights; written by the engine thread only."""
         self.on_death: Callable[[BaseException], None] | None = None
         """Called in the engine thread, with the cause, when it has ended by an error after its start."""
+        self.on_announced: Callable[[int], Any] | None = None
+        """Called in the engine thread of ranks other than 0 with the version that rank 0 is about to swap in."""
         self.counters = EngineCounters()
+        self.lockstep: Lockstep | None = None
+        """Set by :meth:`start` where this is one of several tensor-parallel ranks."""
         self.plan: WeightPlan
         """Set by :meth:`start`."""
         self._vocabulary = 0
@@ -119,6 +128,8 @@ class PolicyEngine:
         self._failure: BaseException | None = None
         self._stopped = False
         self._idle_since: float | None = None
+        self._sampled = 0
+        """Checksum of all sampled tokens: the same on every rank."""
         self._numbers = itertools.count()
         self._started: Future[dict[str, float]] = Future()
         self._thread = threading.Thread(target=self._main, name="policy-engine", daemon=True)
@@ -196,6 +207,11 @@ class PolicyEngine:
         """End :meth:`hold` without a new version."""
         self._post("release", None)
 
+    def announce(self, version: int) -> None:
+        """Tell the other ranks to pull ``version`` and swap it as this one will."""
+        if self.lockstep is not None:
+            self._post("announce", version)
+
     def status(self) -> dict[str, Any]:
         """A snapshot of counters and queue lengths."""
         idle_since = self._idle_since
@@ -269,6 +285,10 @@ class PolicyEngine:
 
     def _build(self) -> dict[str, float]:
         config, began = self.config, time.perf_counter()
+        ranks = config.tensor_parallel_size
+        heads = checkpoint.read_config(self.model_path)["num_attention_heads"]
+        assert isinstance(heads, int)
+        require(heads % ranks == 0, "tensor_parallel_size", ranks, f"a divisor of num_attention_heads ({heads})")
         self._engine = vllm_compat.build_engine(
             model=self.model_path,
             dtype=config.dtype,
@@ -277,11 +297,15 @@ class PolicyEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,
-            kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
+            kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) // ranks,
+            tensor_parallel_size=ranks,
+            distributed_executor_backend="external_launcher" if ranks > 1 else None,
             seed=self.seed,
         )
+        if ranks > 1:
+            self.lockstep = Lockstep()
         built = time.perf_counter()
-        self.plan = build_plan(vllm_compat.model_of(self._engine), self.model_path)
+        self.plan = build_plan(vllm_compat.model_of(self._engine), self.model_path, whole=ranks == 1)
         planned = time.perf_counter()
         self._vocabulary = self._engine.model_config.get_vocab_size()
         self._engine.set_weight_version(str(self.version))
@@ -301,19 +325,14 @@ class PolicyEngine:
 
     def _take_inbox(self) -> bool:
         """Take what was posted, waiting while there is no request to run; False when stopped."""
-        with self._wake:
-            runnable = self._active or self._swaps or (self._waiting and not self._held)
-            if not (self._inbox or self._stopped or runnable):
-                began = self._idle_since = time.perf_counter()
-                self._wake.wait_for(lambda: bool(self._inbox) or self._stopped)
-                self._idle_since = None
-                waited = time.perf_counter() - began
-                self.counters.idle_s += waited
-                self.counters.held_s += waited if self._waiting else 0.0
-            if self._stopped:
-                return False
-            posted = list(self._inbox)
-            self._inbox.clear()
+        if self.lockstep is not None and self.lockstep.rank > 0:
+            posted = self.lockstep.receive(self._own_swap, self._sampled)
+        else:
+            posted = self._await_inbox()
+            if self.lockstep is not None:
+                self.lockstep.send(posted, self._sampled)
+        if posted is None:
+            return False
         for kind, payload in posted:
             if kind == "submit":
                 self._accept(payload)
@@ -324,9 +343,38 @@ class PolicyEngine:
             elif kind == "hold":
                 self._held_at = max(self._held_at, payload[0])
                 self._quiet.append(payload[1])
-            else:
+            elif kind == "release":
                 self._held_at = -1
+            elif self.on_announced is not None:
+                self.on_announced(payload)
         return True
+
+    def _await_inbox(self) -> list[Command] | None:
+        """What was posted; waits while there is neither that nor a request to run. None when stopped."""
+        with self._wake:
+            runnable = self._active or self._swaps or (self._waiting and not self._held)
+            if not (self._inbox or self._stopped or runnable):
+                began = self._idle_since = time.perf_counter()
+                self._wake.wait_for(lambda: bool(self._inbox) or self._stopped)
+                self._idle_since = None
+                waited = time.perf_counter() - began
+                self.counters.idle_s += waited
+                self.counters.held_s += waited if self._waiting else 0.0
+            if self._stopped:
+                return None
+            posted = list(self._inbox)
+            self._inbox.clear()
+        return posted
+
+    def _own_swap(self, version: int) -> Any:
+        """On ranks other than 0: this rank's own swap to ``version``, which the actor posts when it has pulled it."""
+        with self._wake:
+            self._wake.wait_for(lambda: bool(self._inbox) or self._stopped)
+            if self._inbox:
+                _, payload = self._inbox.popleft()
+                if payload[0] == version:
+                    return payload
+        raise LockstepBroken(f"rank 0 swaps to version {version}, which this rank does not have")
 
     @property
     def _rules(self) -> UpdateRules:
@@ -422,6 +470,7 @@ class PolicyEngine:
         request.logprobs += [position[token].logprob for token, position in zip(new, sample.logprobs, strict=True)]
         request.versions += [self.version] * len(new)
         request.kv_versions += [request.kv_version] * len(new)
+        self._sampled = zlib.crc32(np.asarray(new, dtype=np.int32).tobytes(), self._sampled)
         self.counters.generated_tokens += len(new)
 
     def _finish(self, request: Request, output: RequestOutput) -> None:
@@ -502,9 +551,11 @@ def spans_of(versions: Sequence[int]) -> list[tuple[int, int, int]]:
     return spans
 
 
-def build_plan(model: torch.nn.Module, model_path: str | Path) -> WeightPlan:
+def build_plan(model: torch.nn.Module, model_path: str | Path, whole: bool = True) -> WeightPlan:
     """The weight plan of a vLLM ``model`` that was just loaded from ``model_path``, proved by reading it backwards.
 
+    Args:
+        whole: False on a tensor-parallel rank, which holds parts of the tensors: they are compared where it has them.
     Raises:
         WeightMismatchError: what the plan reads back is not what the checkpoint holds (a layout of this model, device
             or vLLM release that in-place copies would not serve).
@@ -518,8 +569,8 @@ def build_plan(model: torch.nn.Module, model_path: str | Path) -> WeightPlan:
     for name, tensor in checkpoint.tensors(model_path):
         if name not in plan.entries:
             continue
-        live = plan.read(name)
-        if not torch.equal(live, tensor.to(live.dtype).to(live.device)):
+        tensor = tensor.to(plan.entries[name].dtype).to(plan.entries[name].pieces[0].target.device)
+        if not (torch.equal(plan.read(name), tensor) if whole else plan.holds(name, tensor)):
             raise WeightMismatchError(
                 f"{name}: the live parameters do not hold the checkpoint's values as loaded, so weights of this model "
                 "cannot be replaced in place here"

@@ -152,6 +152,20 @@ class WeightPlan:
                 piece.of(full).copy_(piece.target)
             return full
 
+    def holds(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether every live part of the HF tensor ``name`` equals ``tensor``'s, bit by bit.
+
+        On a tensor-parallel rank those are its slices, so that :meth:`read` has no whole tensor to return.
+        """
+        entry = self.entries[self.aliases.get(name, name)]
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[entry.dtype.itemsize]
+        source = tensor.to(entry.dtype).contiguous()
+        with torch.inference_mode():
+            return all(
+                torch.equal(piece.target.view(bits), piece.of(source).to(piece.target.device).view(bits))
+                for piece in entry.pieces
+            )
+
     def read_all(self) -> dict[str, torch.Tensor]:
         """Every HF tensor as the model holds it now, aliases left out."""
         return {name: self.read(name) for name in self.entries}

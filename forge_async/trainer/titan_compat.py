@@ -24,6 +24,8 @@ import torch
 import torch._utils
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 if not torch.cuda.is_available():
     torch._utils._get_available_device_type = lambda: "cpu"
@@ -53,7 +55,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 from torchtitan.tools import utils as titan_utils
 
-from forge_async.trainer.logprobs import Predictions, selected_logprobs
+from forge_async.trainer.logprobs import Predictions, VocabularySplit, selected_logprobs
 from forge_async.trainer.segments import AttentionLayout, segment_attention
 
 __all__ = [
@@ -131,7 +133,8 @@ class LogprobHead(Linear):
     """Output projection that returns the log-probs and entropies a row asks for instead of its logits.
 
     While ``predictions`` is set, ``forward`` takes hidden states [1, T, D] and returns float32 [2, K]: log-probs and
-    entropies. Otherwise it returns logits, as the layer it replaces.
+    entropies. Otherwise it returns logits, as the layer it replaces. With tensor parallelism each rank holds some rows
+    of the vocabulary, hidden states come in whole, and every rank returns the same plain tensor.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -142,11 +145,26 @@ class LogprobHead(Linear):
         super().__init__(config)
         self.predictions: Predictions | None = None
 
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Shard as declared, but leave the output alone: torchtitan takes it for a slice of the logits."""
+        declared = getattr(self, "_sharding_config", None)
+        if declared is not None:
+            undeclared = dataclasses.replace(declared, out_src_shardings=None, out_dst_shardings=None)
+            setattr(self, "_sharding_config", undeclared)  # noqa: B010 (torchtitan's type is not importable here)
+        super().parallelize(parallel_dims)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.predictions is None:
             return super().forward(input)
-        hidden_KD = input[0].index_select(0, self.predictions.source_K)
-        return selected_logprobs(hidden_KD, self.weight, self.predictions)
+        hidden, weight, split = input, self.weight, None
+        if isinstance(weight, DTensor):
+            mesh = weight.device_mesh
+            _, (start, _) = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
+            split = VocabularySplit(mesh.get_group("tp"), start)
+            hidden = input.to_local(grad_placements=[Partial()])
+            weight = weight.to_local()
+        hidden_KD = hidden[0].index_select(0, self.predictions.source_K)
+        return selected_logprobs(hidden_KD, weight, self.predictions, split)
 
 
 class PreciseGroupedExperts(GroupedExperts):

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from forge_async.errors import ForgeError, ModelNotFoundError
@@ -127,7 +127,7 @@ def _needs_whole(adapter: Any, name: str, value: DTensor) -> bool:
     """Llama permutes query and key rows; experts split over another dimension than the first are not separable."""
     if _PERMUTED.search(name) and hasattr(adapter, "_permute"):
         return True
-    return _EXPERT_KEY in name and any(isinstance(item, Shard) and item.dim != 0 for item in value.placements)
+    return _EXPERT_KEY in name and any(not item.is_replicate() and item.dim != 0 for item in value.placements)
 
 
 def _expert_shards(adapter: Any, name: str, value: DTensor) -> Iterator[HfShard]:
@@ -148,9 +148,10 @@ def _expert_shards(adapter: Any, name: str, value: DTensor) -> Iterator[HfShard]
 
 def _is_first_replica(value: DTensor) -> bool:
     """False on ranks that hold a copy of what another rank hands out (replicated mesh dimensions)."""
-    coordinate = value.device_mesh.get_coordinate() or []
+    coordinate = value.device_mesh.get_coordinate()
+    assert coordinate is not None
     return all(
-        isinstance(placement, Shard) or index == 0
+        index == 0 or not placement.is_replicate()
         for placement, index in zip(value.placements, coordinate, strict=True)
     )
 

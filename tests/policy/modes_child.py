@@ -21,8 +21,8 @@ from forge_async.policy.request import Request, sampling_params
 from forge_async.policy.updates import RULES
 from tests.policy.engine_child import LONG_PROMPT, prompts, raised
 
-BLOCK_BYTES = 32 * 512
-"""Of the tiny llama's KV cache: 512 bytes per token."""
+BLOCK_BYTES = 32 * 1024
+"""Of the tiny llama's KV cache: 1024 bytes per token."""
 CONFIG = PolicyConfig(
     max_model_len=256,
     max_num_seqs=9,
@@ -71,7 +71,8 @@ def across_one(driver: Driver) -> dict[str, Any]:
     stopping = engine.submit([9] * 40, STOPPING, seed=3)
     driver.after(9 * 20)
     swap = driver.swap()
-    waiting = engine.submit(LONG_PROMPT, FREE)  # asked for after the swap, and with a prefix of the old version's
+    after = SamplingConfig(max_tokens=20, ignore_eos=True)
+    waiting = engine.submit(LONG_PROMPT, after)  # asked for after the swap, and with a prefix of the old version's
     return {
         "report": swap.result(),
         "completions": [future.result() for future in running],
@@ -181,14 +182,17 @@ def record_modes(model: str, versions: list[str], output: str) -> None:
         driver.use(mode, kv)
         seen["one"][mode, kv] = across_one(driver)
         seen["three"][mode, kv] = across_three(driver)
-        seen["preempted"][mode, kv] = preempted(driver)
+        if mode in ("never_stop", "abort_resume", "drain"):
+            seen["preempted"][mode, kv] = preempted(driver)
     driver.use("drain")
     seen["abort_while_draining"] = abort_while_draining(driver)
     driver.use("blocking")
     seen["held"] = dict(held(driver))
 
     driver.use("drain")
-    ending = [engine.submit(LONG_PROMPT, SamplingConfig(max_tokens=180, ignore_eos=True)), engine.hold(driver.named)]
+    ending: list[Future[Any]] = [engine.submit(LONG_PROMPT, SamplingConfig(max_tokens=180, ignore_eos=True))]
+    driver.after(10)
+    ending.append(engine.hold(driver.named))
     driver.until(lambda status: status["held"])
     ending += [driver.swap(), engine.submit(LONG_PROMPT, FREE)]
     stopper = threading.Thread(target=engine.stop)

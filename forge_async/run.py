@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +227,8 @@ class Run:
         placement = plan_placement(config.placement, config.trainer.procs, config.policy.num_replicas, ranks)
 
         self.console.phase("starting the weight store and the reward workers")
-        self.store = await WeightStore.create(config.store)
+        dtype = config.policy.dtype if config.store.dtype == "auto" else config.store.dtype
+        self.store = await WeightStore.create(replace(config.store, dtype=dtype))
         with prefix_errors("reward"):
             self._rewards = await RewardPool.create(config.reward)
         self.console.phase("starting the trainer and the policy service: imports take a while")
@@ -251,7 +252,8 @@ class Run:
             self.console.phase(f"loading version {self.version}")
             await self.trainer.call("load_checkpoint", str(self._newest_checkpoint()))
         self.console.phase("publishing the first weights")
-        published = (await self.trainer.call("publish"))[0]
+        version = (await self.trainer.call("publish"))[0]
+        published = (await self.trainer.call("published", version))[0]
         self._events.write("published", **published)
         for report in await self.policy.fan_out("sync", published["version"]):
             if isinstance(report, BaseException):

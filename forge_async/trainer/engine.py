@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,8 @@ class TrainerEngine:
         self.total_steps = total_steps
         self.version = 0
         """Policy version: optimizer steps completed."""
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before parameters change: whoever reads them beside training may hold the change up."""
         self.hf_config = read_hf_config(model_path)
         self.device = _device(config)
         self.rank = int(os.environ.get("RANK", "0")) if config.procs > 1 else 0
@@ -192,6 +195,7 @@ class TrainerEngine:
                 f"trainer: the gradient norm at version {self.version} is {grad_norm}; the step was not applied. "
                 "Lower trainer.optimizer.lr or look for a sequence with extreme log-probs or advantages."
             )
+        self.before_update()
         self.optimizers.step()
         self.schedulers.step()
         self.optimizers.zero_grad()
@@ -287,7 +291,14 @@ class TrainerEngine:
 
         Tensors share memory with live parameters: copy before the next step.
         """
-        return list(weights.hf_shards(self.model, self.adapter, self.rank, self.world_size))
+        shards = list(weights.hf_shards(self.model, self.adapter, self.rank, self.world_size))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the copies are made in another stream
+        return shards
+
+    def hf_layout(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """dtype and shape of every tensor in full under its Hugging Face name, in the same order on every rank."""
+        return weights.hf_layout(self.model, self.adapter)
 
     def export_hf(self, folder: str | Path) -> None:
         """Write a folder that transformers and vLLM load. Collective; rank 0 writes."""
@@ -305,6 +316,7 @@ class TrainerEngine:
         """Restore what :meth:`save_checkpoint` wrote, on any number of ranks; returns its ``extra``. Collective."""
         groups = [group for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
         settings = [{name: group[name] for name in ("betas", "eps", "weight_decay")} for group in groups]
+        self.before_update()
         self.version, extra = load_checkpoint(Path(folder), self._checkpoint_state())
         # Moments are the checkpoint's, settings are this run's: loading has replaced both.
         groups = [group for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
@@ -315,14 +327,6 @@ class TrainerEngine:
 
     def _checkpoint_state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizers, "schedule": self.schedulers}
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (picklable), by rank. Collective."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
 
     def _barrier(self) -> None:
         if self.world_size > 1:

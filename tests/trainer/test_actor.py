@@ -29,13 +29,15 @@ async def test_steps_are_published_as_versions(tiny_llama: Path, tmp_path: Path,
         with pytest.raises(ForgeError, match="setup first"):
             await trainer.call("step", groups())
         await trainer.call("setup")
-        first = (await trainer.call("publish"))[0]
+        assert await trainer.call("publish") == [0] * procs
+        first = (await trainer.call("published", 0))[0]
         assert first["version"] == 0
 
         stats = (await trainer.call("step", groups()))[0]
         assert stats.version == 1
         assert stats.loss == pytest.approx(alone.step(groups()).loss, rel=1e-4)
-        second = (await trainer.call("publish"))[0]
+        await trainer.call("publish")
+        second = (await trainer.call("published", 1))[0]
         assert (await store.latest(), second["version"]) == (1, 1)
         assert second["digest"] != first["digest"]
 

@@ -289,6 +289,8 @@ class PolicyActor(ForgeActor):
             if self._rank == 0:
                 engine.announce(lease.version)
             tensors = await asyncio.to_thread(lambda: dict(lease.tensors()))
+            if engine.lockstep is not None:
+                await asyncio.to_thread(engine.lockstep.gather, None)  # no rank shall wait for another in mid-swap
             pulled = time.perf_counter()
             async with self._weights_lock:
                 report = await asyncio.wrap_future(engine.swap(lease.version, tensors))

@@ -41,7 +41,7 @@ LONG = SamplingConfig(max_tokens=400, ignore_eos=True)
 SHORT = SamplingConfig(max_tokens=32, ignore_eos=True)
 PROMPTS = [[10 + i] * 5 + list(range(20, 40 + 7 * i)) for i in range(3)]
 MODELS: dict[str, dict[str, Any]] = {
-    "dense": {"family": "llama", "tied": True, "num_attention_heads": 4, "head_dim": 16},
+    "dense": {"family": "llama", "tied": True, "num_attention_heads": 4, "head_dim": 32},
     "experts": {"family": "qwen3_moe", "tied": False},
 }
 TRAINERS = {
@@ -95,8 +95,8 @@ async def generators(request: pytest.FixtureRequest, tiny_model: ModelFactory) -
             PolicyActor.options(cores=[[cores[0]], [cores[-1]]], num_replicas=2).as_service(CONFIG, str(model), store),
             Faulty.options(procs=2, cores=[cores]).as_service(split, str(model), store, on_respawn=set_up),
         )
-        for report in [report for service in services for report in await service.fan_out("setup")]:
-            assert isinstance(report, dict), report
+        for reports in await asyncio.gather(*(service.fan_out("setup") for service in services)):
+            assert all(isinstance(report, dict) for report in reports), reports
         yield Generators(request.param, model, store, *services)
         await store.close()
 

@@ -235,7 +235,11 @@ def use_plain_sums(model: nn.Module) -> None:
 def quiet_titan() -> None:
     """Leave progress messages, and warnings about what is intended here, out of the console."""
     logging.getLogger().setLevel(max(logging.getLogger().level, logging.WARNING))
+    # Norms and exports over two mesh dimensions are gathered one dimension at a time, a few times per step.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # The router asks for float32 autocast, which CPU lacks: PreciseGate does without.
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
     # A trainer of one process has no process group, and saves alone on purpose.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    # Initial values drawn on split parameters are replaced by the model's own.
+    warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")

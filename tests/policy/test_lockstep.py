@@ -67,7 +67,7 @@ def pair(tmp_path: Path):
                 process.communicate()
 
 
-def test_commands_arrive_in_order_with_futures_of_their_own(pair: Pair) -> None:
+def test_commands_arrive_in_order_until_the_ranks_differ(pair: Pair) -> None:
     pair.tell("lockstep.send([('submit', (3, Future())), ('swap', (5, 'tensors', Future())), ('abort', 'x')], 7)")
     submit, swap, abort = pair.answer()  # type: ignore[misc]
     assert submit[0] == "submit" and "Future" in submit[2] and submit[2].startswith("(3, ")
@@ -78,15 +78,18 @@ def test_commands_arrive_in_order_with_futures_of_their_own(pair: Pair) -> None:
     pair.tell("lockstep.send([('gather', 0)], 7); assert lockstep.gather('zero') == ['zero', 'one']")
     assert pair.answer() == [("gather", str(int), "0")]
     assert pair.answer() == ["zero", "one"]
-    pair.tell("lockstep.send(None, 7)")
-    assert pair.answer() == "end"
-
-
-def test_another_state_ends_the_replica(pair: Pair) -> None:
+    # Other tokens sampled: nothing that follows could be right.
     pair.tell("lockstep.send([], 8)")
     assert "LockstepBroken('rank 1 sampled other tokens than rank 0" in str(pair.answer())
 
 
 def test_a_dead_leader_is_noticed_at_once(pair: Pair) -> None:
+    pair.tell("lockstep.send([], 7)")
+    assert pair.answer() == []
     pair.leader.kill()
     assert "RuntimeError" in str(pair.answer())
+
+
+def test_the_end_is_sent_too(pair: Pair) -> None:
+    pair.tell("lockstep.send(None, 7)")
+    assert pair.answer() == "end"

@@ -247,7 +247,7 @@ class Run:
         )
         pids = [pid for replica in self.policy.replicas for pid in replica.pids]
         self._events.write("started", trainer=self.trainer.pids(), policy=pids)
-        await _both(self.trainer.call("setup"), self._set_up_policy())
+        await _both(self._set_up_trainer(), self._set_up_policy())
         if state:
             self.console.phase(f"loading version {self.version}")
             await self.trainer.call("load_checkpoint", str(self._newest_checkpoint()))
@@ -287,10 +287,15 @@ class Run:
         if self._loop is not None:
             self._loop.fail(RunFailed(f"{what} at version {self._loop.version}: {cause}"))
 
+    async def _set_up_trainer(self) -> None:
+        with prefix_errors("trainer"):
+            await self.trainer.call("setup")
+
     async def _set_up_policy(self) -> None:
-        for report in await self.policy.fan_out("setup"):
-            if isinstance(report, BaseException):
-                raise report
+        with prefix_errors("policy"):
+            for report in await self.policy.fan_out("setup"):
+                if isinstance(report, BaseException):
+                    raise report
 
     async def _on_respawn(self, handle: ActorHandle) -> None:
         """A new replica builds its engine and takes the newest published version before it gets requests."""

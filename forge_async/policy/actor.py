@@ -305,17 +305,19 @@ class PolicyActor(ForgeActor):
             if self._rank == 0:
                 engine.announce(lease.version)
             tensors = await asyncio.to_thread(lambda: dict(lease.tensors()))
+            await self._agree(engine)  # all ranks have it: none will wait for another between two forward passes
             pulled = time.perf_counter()
             async with self._weights_lock:
                 report = await asyncio.wrap_future(engine.swap(lease.version, tensors))
                 swapped = time.perf_counter()
-                digest = await asyncio.to_thread(self._attest, engine, lease.manifest, tensors)
+                wrong = await asyncio.to_thread(self._attest, engine, lease.manifest, tensors)
+                await self._agree(engine, wrong)
             del tensors
         finally:
             await lease.release()
         return {
             "version": report.version,
-            "digest": digest,
+            "digest": lease.manifest.digest,
             "pause_ms": report.pause_ms,
             "in_flight": report.in_flight,
             "nbytes": report.nbytes,
@@ -323,35 +325,36 @@ class PolicyActor(ForgeActor):
             "attest_s": time.perf_counter() - swapped,
         }
 
-    def _attest(self, engine: PolicyEngine, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> str:
-        """The version's digest, if every rank's live parameters are what was published."""
-        if engine.lockstep is None:
-            return self._compare(engine, manifest, tensors)
-        wrong = next((name for name, tensor in tensors.items() if not engine.plan.holds(name, tensor)), None)
-        for rank, name in enumerate(engine.lockstep.gather(wrong)):
-            if name is not None:
-                self._digest_mismatches += 1
-                raise DigestMismatchError(
-                    f"version {manifest.version}: rank {rank} holds other values of {name} than were published"
-                )
-        return manifest.digest
+    async def _agree(self, engine: PolicyEngine, error: ForgeError | None = None) -> None:
+        """Raise ``error``; with several ranks raise on all of them what any of them has. Collective."""
+        errors = [error]
+        if engine.lockstep is not None:
+            errors = await asyncio.to_thread(engine.lockstep.gather, error)
+        for found in errors:
+            if found is not None:
+                raise found
 
-    def _compare(self, engine: PolicyEngine, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> str:
-        """Compare the live parameters with what was published; returns the version's digest.
+    def _attest(
+        self, engine: PolicyEngine, manifest: Manifest, tensors: dict[str, torch.Tensor]
+    ) -> DigestMismatchError | None:
+        """Compare the live parameters with what was published; returns the first difference.
 
         Where the engine's dtype differs from the published one, the published tensors are converted for the comparison.
         """
         for name, tensor in tensors.items():
-            live = engine.plan.read(name)
-            same_dtype = tensor.dtype == live.dtype
-            expected = manifest.tensors[name].digest if same_dtype else tensor_digest(tensor.to(live.dtype))
-            found = tensor_digest(live)
-            if found != expected:
+            if engine.lockstep is not None:  # whole tensors, which could be digested, are nowhere
+                same = engine.plan.holds(name, tensor)
+                difference = f"is live on rank {self._rank} with other values than were published"
+            else:
+                live = engine.plan.read(name)
+                same_dtype = tensor.dtype == live.dtype
+                expected = manifest.tensors[name].digest if same_dtype else tensor_digest(tensor.to(live.dtype))
+                found = tensor_digest(live)
+                same, difference = found == expected, f"is live with digest {found}, published was {expected}"
+            if not same:
                 self._digest_mismatches += 1
-                raise DigestMismatchError(
-                    f"version {manifest.version}: {name} is live with digest {found}, published was {expected}"
-                )
-        return manifest.digest
+                return DigestMismatchError(f"version {manifest.version}: {name} {difference}")
+        return None
 
 
 def _end_process(error: BaseException) -> None:

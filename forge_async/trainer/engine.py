@@ -100,6 +100,7 @@ class TrainerEngine:
         with torch.device("meta"), titan.titan_utils.set_default_dtype(torch.float32):
             model = spec.model.build()
         if sharded:
+            titan.keep_tied(model)
             model = spec.parallelize_fn(
                 model,
                 parallel_dims=dimensions,

@@ -70,7 +70,7 @@ def check_parallelism(config: dict[str, Any], layout: ParallelismConfig) -> None
             "parallelism.ep",
             layout.ep,
             "above 1 for a mixture of experts with tp",
-            "Experts split inside compute wrong values in torchtitan 0.3.0.",
+            "The gradients of experts that are split inside are wrong in torchtitan 0.3.0.",
         )
     if layout.ep > 1:
         require(experts > 0, "parallelism.ep", layout.ep, f"1 for {config['model_type']}, which has no experts")

@@ -6,19 +6,22 @@ import asyncio
 import contextlib
 import os
 import sys
+import threading
 import time
 import traceback
 import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from monarch.actor import concurrent_endpoint
 
 from forge_async.errors import ForgeError
 from forge_async.mesh import ForgeActor
+from forge_async.policy.attestation import DigestMismatchError, attest, digest
 from forge_async.policy.config import PolicyConfig, SamplingConfig
-from forge_async.store.digest import tensor_digest
 from forge_async.types import Completion
 
 if TYPE_CHECKING:
@@ -41,8 +44,13 @@ DRAINED = (
 """Counters that :meth:`PolicyActor.drain_stats` reports since its last call."""
 
 
-class DigestMismatchError(ForgeError):
-    """The live parameters after a swap are not what the trainer published."""
+SHORT_WORK_BYTES = 32 << 20
+"""Versions up to this size are prepared in the time of a forward pass or two: no need to yield to those."""
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long the engine's thread keeps the interpreter's lock when another thread of the process waits for it."""
+
+T = TypeVar("T")
 
 
 class PolicyActor(ForgeActor):
@@ -76,6 +84,7 @@ class PolicyActor(ForgeActor):
         self._applied = asyncio.Condition()
         self._last_update: dict[str, Any] = {"version": version - 1, "digest": None}
         """What :meth:`sync` reports; the folder's own weights count as older, so that its version is attested too."""
+        self._background = ThreadPoolExecutor(1, "weights", _lower_priority, (config.update.pull_nice,))
         self._digest_mismatches = 0
         self._drained: dict[str, Any] = {}
 
@@ -97,6 +106,7 @@ class PolicyActor(ForgeActor):
         if self._engine is not None:
             raise ForgeError("setup was called before on this replica")
         seed = (self.seed * 1_000_003 + (os.getpid() if stream is None else stream)) % 2**31
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         engine = PolicyEngine(self.config, self.model_path, self._first_version, seed)
         self._engine = engine
         seconds = await asyncio.to_thread(engine.start)
@@ -144,8 +154,8 @@ class PolicyActor(ForgeActor):
 
         Returns:
             ``version``, ``digest`` (of the live parameters, read back and equal to the published one), ``pause_ms``
-            (between two forward passes), ``in_flight`` (requests running across the swap), ``nbytes``, ``pull_s``,
-            ``attest_s``.
+            (between two forward passes), ``in_flight`` (requests running across the swap), ``nbytes``, ``pull_s``
+            (preparation included), ``attest_s``, ``swap`` and ``layers`` (the ways taken).
         """
         return await self._until_live(version)
 
@@ -189,6 +199,7 @@ class PolicyActor(ForgeActor):
                 await self._follower
         if self._engine is not None:
             await asyncio.to_thread(self._engine.stop)
+        self._background.shutdown(wait=False)
 
     # ---- the follower ----
 
@@ -256,41 +267,72 @@ class PolicyActor(ForgeActor):
         try:
             if lease.version < self._wanted:
                 raise ForgeError(f"told of version {self._wanted}, but the store's newest is {lease.version}")
-            tensors = await asyncio.to_thread(lambda: dict(lease.tensors()))
-            pulled = time.perf_counter()
-            async with self._weights_lock:
-                report = await asyncio.wrap_future(engine.swap(lease.version, tensors))
-                swapped = time.perf_counter()
-                digest = await asyncio.to_thread(self._attest, engine, lease.manifest, tensors)
+            tensors = await self._beside(lambda: dict(lease.tensors()))
+            update = await self._swap(engine, lease.manifest, tensors, began)
             del tensors
+            await self._beside(engine.weights.discard)
+            return update
         finally:
             await lease.release()
+
+    async def _swap(
+        self, engine: PolicyEngine, manifest: Manifest, tensors: dict[str, torch.Tensor], began: float
+    ) -> dict[str, Any]:
+        """Prepare, attest and swap a version.
+
+        A flip is attested before it is made: where that fails, the old weights stay live. A copy can be attested only
+        when the old weights are gone: the published tensors are checked before, and the engine ends if that fails.
+        """
+        weights = engine.weights
+        prepared = await self._beside(lambda: engine.prepare(tensors))
+        pulled = time.perf_counter()
+        held = weights.tensors(prepared) if weights.flips else iter(tensors.items())
+        attestation = await self._beside(lambda: self._attest(manifest, tensors, held))
+        attested = time.perf_counter()
+        async with self._weights_lock:
+            report = await asyncio.wrap_future(engine.swap(manifest.version, prepared))
+            swapped = time.perf_counter()
+            try:
+                if weights.flips:
+                    weights.check_live(prepared)
+                else:
+                    await self._beside(lambda: self._attest(manifest, tensors, weights.tensors()))
+            except ForgeError as error:
+                await asyncio.to_thread(engine.condemn, error)
+                raise
         return {
             "version": report.version,
-            "digest": digest,
+            "digest": attestation,
             "pause_ms": report.pause_ms,
             "in_flight": report.in_flight,
             "nbytes": report.nbytes,
             "pull_s": pulled - began,
-            "attest_s": time.perf_counter() - swapped,
+            "attest_s": attested - pulled + time.perf_counter() - swapped,
+            "swap": "flip" if weights.flips else "copy",
+            "layers": "packed" if prepared.packs else "live",
         }
 
-    def _attest(self, engine: PolicyEngine, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> str:
-        """Compare the live parameters with what was published; returns the version's digest.
+    async def _beside(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in a thread, beside generation; with a low priority where it is long."""
+        long = self._ready().weights.plan.nbytes > SHORT_WORK_BYTES
+        return await asyncio.get_running_loop().run_in_executor(self._background if long else None, work)
 
-        Where the engine's dtype differs from the published one, the published tensors are converted for the comparison.
-        """
-        for name, tensor in tensors.items():
-            live = engine.plan.read(name)
-            same_dtype = tensor.dtype == live.dtype
-            expected = manifest.tensors[name].digest if same_dtype else tensor_digest(tensor.to(live.dtype))
-            found = tensor_digest(live)
-            if found != expected:
-                self._digest_mismatches += 1
-                raise DigestMismatchError(
-                    f"version {manifest.version}: {name} is live with digest {found}, published was {expected}"
-                )
+    def _attest(
+        self, manifest: Manifest, published: dict[str, torch.Tensor], held: Iterable[tuple[str, torch.Tensor]]
+    ) -> str:
+        """The version's digest, if ``held`` tensors are the published ones."""
+        try:
+            attest(manifest.version, manifest.digests(), published, held, self._ready().weights.plan.aliases)
+        except DigestMismatchError:
+            self._digest_mismatches += 1
+            raise
         return manifest.digest
+
+
+def _lower_priority(nice: int) -> None:
+    """Of the calling thread alone, for good."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + nice, 19))
 
 
 def _end_process(error: BaseException) -> None:
@@ -301,4 +343,4 @@ def _end_process(error: BaseException) -> None:
 
 
 def _live_digests(engine: PolicyEngine) -> dict[str, str]:
-    return {name: tensor_digest(tensor) for name, tensor in engine.plan.read_all().items()}
+    return {name: digest(tensor) for name, tensor in engine.weights.tensors()}

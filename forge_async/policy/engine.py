@@ -30,6 +30,7 @@ import torch
 from forge_async.errors import DataError, ForgeError
 from forge_async.policy import checkpoint, vllm_compat
 from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.policy.live_weights import LiveWeights, Prepared
 from forge_async.policy.weight_plan import WeightMismatchError, WeightPlan
 from forge_async.types import Completion, FinishReason
 
@@ -52,7 +53,7 @@ class SwapReport:
     in_flight: int
     """Requests that were running across it."""
     nbytes: int
-    """Bytes copied."""
+    """Bytes of the version, as the model holds it."""
 
 
 @dataclass
@@ -103,7 +104,7 @@ class PolicyEngine:
         self.on_death: Callable[[BaseException], None] | None = None
         """Called in the engine thread, with the cause, when it has ended by an error after its start."""
         self.counters = EngineCounters()
-        self.plan: WeightPlan
+        self.weights: LiveWeights
         """Set by :meth:`start`."""
         self._vocabulary = 0
         self._engine: LLMEngine
@@ -115,6 +116,8 @@ class PolicyEngine:
         self._names: dict[str, _Request] = {}
         """The caller's id -> request, waiting or active."""
         self._failure: BaseException | None = None
+        self._condemned: BaseException | None = None
+        """Why :meth:`condemn` ended the engine."""
         self._stopped = False
         self._idle_since: float | None = None
         self._numbers = itertools.count()
@@ -169,16 +172,23 @@ class PolicyEngine:
         """End a request early: its completion has the tokens so far, finish reason ``abort``. Unknown ids are fine."""
         self._post("abort", request_id)
 
-    def swap(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[SwapReport]:
-        """Make ``tensors`` (HF name -> full tensor) the live weights, labelled ``version``, between two forward passes.
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
+        """All of a swap to ``tensors`` (HF name -> full tensor) that can be done while the engine steps.
 
-        The tensors must stay valid until the future is done. Shapes are checked here, before anything is changed.
+        In any thread, one at a time. Raises WeightMismatchError where the tensors do not fit the model.
         """
-        self.plan.check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        return self.weights.prepare(tensors, self.counters.busy_s / max(self.counters.steps, 1))
+
+    def swap(self, version: int, weights: Prepared | Mapping[str, torch.Tensor]) -> Future[SwapReport]:
+        """Make ``weights`` live, labelled ``version``, between two forward passes.
+
+        Tensors by HF name are prepared first, in the calling thread. They must stay valid until the future is done.
+        """
+        prepared = weights if isinstance(weights, Prepared) else self.prepare(weights)
         if version < self.version:
             raise ForgeError(f"version {version} is older than the live one, {self.version}: versions never decrease")
         future: Future[SwapReport] = Future()
-        self._post("swap", (version, tensors, future))
+        self._post("swap", (version, prepared, future))
         return future
 
     def status(self) -> dict[str, Any]:
@@ -202,6 +212,11 @@ class PolicyEngine:
             self._wake.notify()
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def condemn(self, cause: BaseException) -> None:
+        """End as :meth:`stop` does, because of ``cause``: requests running and to come fail with it."""
+        self._condemned = cause
+        self.stop()
 
     def _post(self, kind: str, payload: Any) -> None:
         with self._wake:
@@ -234,7 +249,7 @@ class PolicyEngine:
             if self.on_death is not None:
                 self.on_death(error)
         else:
-            self._fail(EngineDied("the engine was stopped"))
+            self._fail(self._condemned or EngineDied("the engine was stopped"))
 
     def _build(self) -> dict[str, float]:
         config, began = self.config, time.perf_counter()
@@ -250,7 +265,14 @@ class PolicyEngine:
             seed=self.seed,
         )
         built = time.perf_counter()
-        self.plan = build_plan(vllm_compat.model_of(self._engine), self.model_path)
+        model = vllm_compat.model_of(self._engine)
+        self.weights = LiveWeights(
+            model,
+            build_plan(model, self.model_path),
+            config.update,
+            compiled=not self._engine.model_config.enforce_eager,
+            rows=min(32, config.max_num_seqs),
+        )
         planned = time.perf_counter()
         self._vocabulary = self._engine.model_config.get_vocab_size()
         self._engine.set_weight_version(str(self.version))
@@ -371,11 +393,11 @@ class PolicyEngine:
         self.counters.abort_requested += 1
         self._resolve(request, "abort")
 
-    def _swap(self, version: int, tensors: Mapping[str, torch.Tensor], future: Future[SwapReport]) -> None:
+    def _swap(self, version: int, prepared: Prepared, future: Future[SwapReport]) -> None:
         """Weights and label change together; the update was checked before, so that nothing fails half-way."""
         began = time.perf_counter()
         previous = self.version
-        self.plan.apply(tensors)
+        self.weights.apply(prepared)
         self._engine.set_weight_version(str(version))
         self.version = version
         if self.config.update.kv == "recompute" and self._active:
@@ -387,7 +409,7 @@ class PolicyEngine:
         self.counters.swaps_in_flight += bool(self._active)
         self.counters.swap_ms.append(pause * 1e3)
         self.counters.busy_s += pause
-        _fulfil(future, SwapReport(version, previous, pause * 1e3, len(self._active), self.plan.nbytes))
+        _fulfil(future, SwapReport(version, previous, pause * 1e3, len(self._active), self.weights.plan.nbytes))
 
     def _fail(self, error: BaseException) -> None:
         with self._wake:

@@ -151,9 +151,7 @@ class WeightPlan:
                     f"{name}: the update's shape is {list(shape)}, the generator's {list(entry.shape)}"
                 )
 
-    def apply(
-        self, tensors: Mapping[str, torch.Tensor], into: Callable[[str], torch.Tensor] | None = None
-    ) -> None:
+    def apply(self, tensors: Mapping[str, torch.Tensor], into: Callable[[str], torch.Tensor] | None = None) -> None:
         """Copy a whole version into the live parameters, in place. Call :meth:`check` before.
 
         Dtypes are converted where they differ. ``into`` gives other tensors, by parameter name, to be written instead.
@@ -222,7 +220,7 @@ class _CopyRecorder(TorchDispatchMode):
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self.live = {_storage(parameter): name for name, parameter in reversed(parameters.items())}
+        self.live = {_storage(parameter): name for name, parameter in parameters.items()}
         self.offsets = {name: parameter.storage_offset() for name, parameter in parameters.items()}
         self.written: dict[int, int] = dict.fromkeys(self.live, 0)
         """Storage -> elements that a copy or a fill of padding would set."""

@@ -172,9 +172,9 @@ async def measure(
             for name, value in (("service", whole), ("rest", rest), ("pulling", pulling)):
                 rates[name].append(value)
             print(
-                f"window {number}: bare {rates['bare'][-1]:.1f} tok/s, service {whole:.1f} (while "
-                f"pulling {pulling:.1f}, rest {rest:.1f}); {report['swap']}, {report['layers']}, pause {report['pause_ms']:.1f} ms, pulled "
-                f"in {report['pull_s']:.2f} s, attested in {report['attest_s']:.2f} s",
+                f"window {number}: bare {rates['bare'][-1]:.1f} tok/s, service {whole:.1f} (while pulling {pulling:.1f}"
+                f", rest {rest:.1f}); {report['swap']}, {report['layers']}, pause {report['pause_ms']:.1f} ms, "
+                f"pulled in {report['pull_s']:.2f} s, attested in {report['attest_s']:.2f} s",
                 flush=True,
             )
     return {

@@ -108,7 +108,7 @@ class LiveWeights:
         """Dense tensors of the last version, by parameter: filled again by the next."""
         self._retired: list[torch.Tensor] = []
         """Packed tensors of the last version. Their memory is not given back in the pause: that takes long."""
-        self._applied = collections.deque([time.monotonic()], maxlen=6)
+        self._applied = collections.deque([self.now()], maxlen=6)
         self.costs: Costs | None = None
         if self.layers and config.layers == "auto":
             self.costs = self._measure(rows)
@@ -210,7 +210,7 @@ class LiveWeights:
             self._copy(prepared)
             prepared.cost_s = time.thread_time() - began
         self.packs = prepared.packs
-        self._applied.append(time.monotonic())
+        self._applied.append(self.now())
         if self.costs is not None:
             self.costs.update[prepared.packs] = prepared.cost_s
 
@@ -291,12 +291,18 @@ class LiveWeights:
 
     # ---- auto ----
 
+    @staticmethod
+    def now() -> float:
+        """Seconds on the clock that updates are timed by."""
+        return time.monotonic()
+
     def _choose(self, step_s: float) -> bool:
         """Whether the next version's layers are to be packed: the form with more forward passes until the one after."""
         if self.costs is None or self.config.layers != "auto":
             return bool(self.layers) and self.config.layers == "packed"
-        now = time.monotonic()
-        interval = statistics.median(later - sooner for sooner, later in itertools.pairwise([*self._applied, now]))
+        interval = statistics.median(
+            later - sooner for sooner, later in itertools.pairwise([*self._applied, self.now()])
+        )
         rest = max(step_s - self.costs.forward[self.packs], 0.0)
 
         def passes(packs: bool) -> float:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from monarch.actor import concurrent_endpoint
 from safetensors.torch import load_file
 
 from forge_async.errors import DataError, ForgeError, ModelNotFoundError
 from forge_async.mesh import ActorHandle, MeshRuntime
-from forge_async.policy import PolicyConfig, SamplingConfig
+from forge_async.policy import PolicyConfig, SamplingConfig, UpdateConfig
 from forge_async.policy.actor import PolicyActor
+from forge_async.policy.attestation import DigestMismatchError
 from forge_async.policy.weight_plan import WeightMismatchError
 from forge_async.store import TensorShard, WeightStore, tensor_digest, version_digest
 
@@ -123,6 +127,39 @@ async def test_an_update_that_does_not_fit_names_the_tensor_and_stays_an_error(p
     status = await actor.call_one("status")
     assert status["version"] == 3 and name in status["update_failed"]
     assert set((await actor.call_one("generate", [5] * 9)).policy_versions) == {3}
+
+
+class BreakableActor(PolicyActor):
+    """With an endpoint that makes the plan write two projections in each other's place."""
+
+    @concurrent_endpoint
+    async def break_mapping(self) -> tuple[str, str]:
+        writes = self._ready().weights.plan.writes
+        (first, one), (second, other) = writes["model.layers.1.mlp.gate_up_proj.weight"]
+        writes["model.layers.1.mlp.gate_up_proj.weight"] = [(second, one), (first, other)]
+        return first, second
+
+
+async def test_after_a_copy_that_cannot_be_attested_nothing_is_generated(policy, tiny_llama: Path) -> None:
+    """The old weights are gone, so the replica refuses; a flip is refused before (tests/policy/test_engine.py)."""
+    _, store, weights = policy
+    latest = await store.latest()
+    config = replace(CONFIG, update=UpdateConfig(swap="copy", layers="live"))
+    actor = await BreakableActor.spawn(config, str(tiny_llama), store=store, version=0)
+    await publish(store, latest + 1, {name: tensor * 1.5 for name, tensor in weights.items()})
+    await actor.call_one("setup", timeout=240)
+    report = await actor.call_one("sync", latest + 1, timeout=60)
+    assert (report["swap"], report["layers"]) == ("copy", "live")
+    names = await actor.call_one("break_mapping")
+    running = asyncio.ensure_future(actor.call_one("generate", [5] * 20, LONG))
+    await publish(store, latest + 2, weights)
+    with pytest.raises(DigestMismatchError, match="|".join(map(re.escape, names))):
+        await actor.call_one("sync", latest + 2, timeout=60)
+    for request in (running, actor.call_one("generate", [5] * 20)):
+        with pytest.raises(ForgeError, match="is held with digest"):
+            await request
+    assert (await actor.call_one("status"))["digest_mismatches"] == 1
+    await actor.stop()
 
 
 async def test_without_setup_or_model_the_error_says_so(policy) -> None:

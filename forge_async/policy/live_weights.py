@@ -25,6 +25,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -104,6 +105,8 @@ class LiveWeights:
         self.packs = bool(self.layers) and config.layers != "live"
         """Whether the layers are packed now."""
         self._layout = {name: (tuple(live.shape), live.dtype) for name, live in plan.parameters.items()}
+        self._stream = torch.cuda.Stream(plan.device) if plan.device.type == "cuda" else None
+        """Copies beside generation do not wait for forward passes, nor those for them."""
         self._spare: dict[str, torch.Tensor] = {}
         """Dense tensors of the last version, by parameter: filled again by the next."""
         self._retired: list[torch.Tensor] = []
@@ -138,7 +141,7 @@ class LiveWeights:
             return Prepared(tensors, None, packs, 0.0)
         began = time.thread_time()
         new = WeightSet()
-        with torch.no_grad():
+        with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for name in self.plan.parameters:
                 layer = self.layers.get(name) if packs else None
                 if layer is None or layer.shared:

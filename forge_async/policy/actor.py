@@ -6,26 +6,30 @@ import asyncio
 import contextlib
 import os
 import sys
+import threading
 import time
 import traceback
 import uuid
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from monarch.actor import concurrent_endpoint
 
 from forge_async.errors import ForgeError
 from forge_async.mesh import ForgeActor
+from forge_async.policy.attestation import DigestMismatchError, attest, attest_parts, digest
 from forge_async.policy.config import PolicyConfig, SamplingConfig
 from forge_async.policy.weight_plan import WeightMismatchError
-from forge_async.store.digest import tensor_digest
 from forge_async.types import Completion
 
 if TYPE_CHECKING:
     import torch
 
     from forge_async.policy.engine import PolicyEngine
+    from forge_async.policy.live_weights import Prepared
     from forge_async.store import Manifest, WeightStore
 
 DRAINED = (
@@ -45,8 +49,16 @@ DRAINED = (
 """Counters that :meth:`PolicyActor.drain_stats` reports since its last call."""
 
 
-class DigestMismatchError(ForgeError):
-    """The live parameters after a swap are not what the trainer published."""
+SHORT_WORK_BYTES = 32 << 20
+"""Versions up to this size are prepared in the time of a forward pass or two: no need to yield to those."""
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long the engine's thread keeps the interpreter's lock when another thread of the process waits for it."""
+
+AGREED = (WeightMismatchError, DigestMismatchError)
+"""Errors of an update that every rank of a replica raises when one has found them."""
+
+T = TypeVar("T")
 
 
 class PolicyActor(ForgeActor):
@@ -84,6 +96,7 @@ class PolicyActor(ForgeActor):
         self._applied = asyncio.Condition()
         self._last_update: dict[str, Any] = {"version": version - 1, "digest": None}
         """What :meth:`sync` reports; the folder's own weights count as older, so that its version is attested too."""
+        self._background = ThreadPoolExecutor(1, "weights", _lower_priority, (config.update.pull_nice,))
         self._digest_mismatches = 0
         self._drained: dict[str, Any] = {}
 
@@ -108,6 +121,7 @@ class PolicyActor(ForgeActor):
         if stream is None:
             stream = int(os.environ["MASTER_PORT"]) if self.config.tensor_parallel_size > 1 else os.getpid()
         seed = (self.seed * 1_000_003 + stream) % 2**31
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         engine = PolicyEngine(self.config, self.model_path, self._first_version, seed)
         engine.on_death = _end_process
         self._engine = engine
@@ -163,8 +177,9 @@ class PolicyActor(ForgeActor):
 
         Returns:
             ``version``, ``digest`` (of the live parameters, read back and equal to the published one), ``pause_ms``
-            (between two forward passes), ``in_flight`` (requests running when the swap came), ``nbytes``, ``pull_s``,
-            ``attest_s``. Empty on ranks other than 0, which has them all live when it returns.
+            (between two forward passes), ``in_flight`` (requests running when the swap came), ``nbytes``, ``pull_s``
+            (preparation included), ``attest_s``, ``swap`` and ``layers`` (the ways taken). Empty on ranks other than 0,
+            which has them all live when it returns.
         """
         if self._rank > 0:
             return {}
@@ -229,6 +244,7 @@ class PolicyActor(ForgeActor):
                 await self._follower
         if self._engine is not None:
             await asyncio.to_thread(self._engine.stop)
+        self._background.shutdown(wait=False)
 
     # ---- the follower ----
 
@@ -284,8 +300,7 @@ class PolicyActor(ForgeActor):
                         self._last_update = update
                         self._applied.notify_all()
         except BaseException as error:
-            agreed = (WeightMismatchError, DigestMismatchError)  # rank 0 has found the same
-            if self._rank > 0 and isinstance(error, Exception) and not isinstance(error, agreed):
+            if self._rank > 0 and isinstance(error, Exception) and not isinstance(error, AGREED):
                 _end_process(error)  # rank 0 would wait for ever for this rank to swap
             asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._wake_waiters()))
             raise
@@ -304,57 +319,106 @@ class PolicyActor(ForgeActor):
                 raise ForgeError(f"told of version {self._wanted}, but the store's newest is {lease.version}")
             if self._rank == 0:
                 engine.announce(lease.version)
-            tensors = await asyncio.to_thread(lambda: dict(lease.tensors()))
-            await self._agree(engine)  # all ranks have it: none will wait for another between two forward passes
-            pulled = time.perf_counter()
-            async with self._weights_lock:
-                report = await asyncio.wrap_future(engine.swap(lease.version, tensors))
-                swapped = time.perf_counter()
-                wrong = await asyncio.to_thread(self._attest, engine, lease.manifest, tensors)
-                await self._agree(engine, wrong)
+            tensors = await self._beside(lambda: dict(lease.tensors()))
+            update = await self._swap(engine, lease.manifest, tensors, began)
             del tensors
+            await self._beside(engine.weights.discard)
+            return update
         finally:
             await lease.release()
+
+    async def _swap(
+        self, engine: PolicyEngine, manifest: Manifest, tensors: dict[str, torch.Tensor], began: float
+    ) -> dict[str, Any]:
+        """Prepare, attest and swap a version.
+
+        A flip is attested before it is made: where that fails, the old weights stay live. A copy can be attested only
+        when the old weights are gone: the published tensors are checked before, and the engine ends if that fails.
+        """
+        weights, prepared = engine.weights, None
+
+        def check_before() -> None:
+            if weights.flips:
+                self._attest(engine, manifest, tensors, prepared)
+            else:
+                attest(manifest.version, manifest.digests(), tensors, tensors.items(), weights.plan.aliases)
+
+        async with self._agreeing(engine):  # then no rank will wait for another between two forward passes
+            prepared = await self._beside(lambda: engine.prepare(tensors))
+            pulled = time.perf_counter()
+            await self._beside(check_before)
+        assert prepared is not None
+        attested = time.perf_counter()
+        async with self._weights_lock:
+            report = await asyncio.wrap_future(engine.swap(manifest.version, prepared))
+            swapped = time.perf_counter()
+            try:
+                async with self._agreeing(engine):
+                    if weights.flips:
+                        weights.check_live(prepared)
+                    else:
+                        await self._beside(lambda: self._attest(engine, manifest, tensors))
+            except ForgeError as error:
+                await asyncio.to_thread(engine.condemn, error)
+                raise
         return {
             "version": report.version,
-            "digest": lease.manifest.digest,
+            "digest": manifest.digest,
             "pause_ms": report.pause_ms,
             "in_flight": report.in_flight,
             "nbytes": report.nbytes,
             "pull_s": pulled - began,
-            "attest_s": time.perf_counter() - swapped,
+            "attest_s": attested - pulled + time.perf_counter() - swapped,
+            "swap": "flip" if weights.flips else "copy",
+            "layers": "packed" if prepared.packs else "live",
         }
 
-    async def _agree(self, engine: PolicyEngine, error: ForgeError | None = None) -> None:
-        """Raise ``error``; with several ranks raise on all of them what any of them has. Collective."""
-        errors = [error]
+    @contextlib.asynccontextmanager
+    async def _agreeing(self, engine: PolicyEngine) -> AsyncIterator[None]:
+        """Weights that do not fit, or differ, are raised; with several ranks on all what any has found. Collective."""
+        own: ForgeError | None = None
+        try:
+            yield
+        except AGREED as error:
+            own = error
+            self._digest_mismatches += isinstance(error, DigestMismatchError)
+        outcomes = [own]
         if engine.lockstep is not None:
-            errors = await asyncio.to_thread(engine.lockstep.gather, error)
-        for found in errors:
-            if found is not None:
-                raise found
+            outcomes = await asyncio.to_thread(engine.lockstep.gather, own)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    async def _beside(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in a thread, beside generation; with a low priority where it is long."""
+        long = self._ready().weights.plan.nbytes > SHORT_WORK_BYTES
+        return await asyncio.get_running_loop().run_in_executor(self._background if long else None, work)
 
     def _attest(
-        self, engine: PolicyEngine, manifest: Manifest, tensors: dict[str, torch.Tensor]
-    ) -> DigestMismatchError | None:
-        """Compare the live parameters with what was published; returns the first difference.
+        self,
+        engine: PolicyEngine,
+        manifest: Manifest,
+        published: dict[str, torch.Tensor],
+        prepared: Prepared | None = None,
+    ) -> None:
+        """Compare what the engine holds (``prepared`` or, if None, live) with what was published.
 
-        Where the engine's dtype differs from the published one, the published tensors are converted for the comparison.
+        A rank of several has no whole tensors, which could be digested: their parts are compared.
+
+        Raises:
+            DigestMismatchError: naming the first tensor that differs.
         """
-        for name, tensor in tensors.items():
-            if engine.lockstep is not None:  # whole tensors, which could be digested, are nowhere
-                same = engine.plan.holds(name, tensor)
-                difference = f"is live on rank {self._rank} with other values than were published"
-            else:
-                live = engine.plan.read(name)
-                same_dtype = tensor.dtype == live.dtype
-                expected = manifest.tensors[name].digest if same_dtype else tensor_digest(tensor.to(live.dtype))
-                found = tensor_digest(live)
-                same, difference = found == expected, f"is live with digest {found}, published was {expected}"
-            if not same:
-                self._digest_mismatches += 1
-                return DigestMismatchError(f"version {manifest.version}: {name} {difference}")
-        return None
+        weights = engine.weights
+        if engine.lockstep is None:
+            attest(manifest.version, manifest.digests(), published, weights.tensors(prepared), weights.plan.aliases)
+        else:
+            attest_parts(manifest.version, self._rank, weights.compare(published, prepared))
+
+
+def _lower_priority(nice: int) -> None:
+    """Of the calling thread alone, for good."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + nice, 19))
 
 
 def _end_process(error: BaseException) -> None:
@@ -365,4 +429,4 @@ def _end_process(error: BaseException) -> None:
 
 
 def _live_digests(engine: PolicyEngine) -> dict[str, str]:
-    return {name: tensor_digest(tensor) for name, tensor in engine.plan.read_all().items()}
+    return {name: digest(tensor) for name, tensor in engine.weights.tensors()}

@@ -66,6 +66,16 @@ class UpdateConfig:
     """What becomes of the running requests' keys and values in mode never_stop: ``keep`` goes on with those of the
     older weights, ``recompute`` computes them anew with the new weights (exact, and costs one prefill per running
     request). The other modes never mix keys and values."""
+    swap: str = "auto"
+    """How a new version becomes live. ``copy``: parameters are overwritten in place, between two forward passes.
+    ``flip``: a second set is filled beside generation and parameters are pointed at it: a pause of milliseconds for
+    twice the weights' memory; not with CUDA graphs. ``auto``: copy with CUDA graphs, else flip."""
+    layers: str = "auto"
+    """How CPU engines hold matrices. ``packed``: in the blocks that oneDNN's kernels read, which is faster, and dearer
+    to update. ``live``: as a checkpoint does. ``auto``: whichever costs less at the measured time between updates."""
+    pull_nice: int = 12
+    """Added to the nice value of the thread that prepares a new version. If it shares a core with a busy engine, 12
+    leaves it 6% of the core, 0 leaves it half: the new version is live sooner and tokens are slower meanwhile."""
     timeout_s: float = 300.0
     """A replica that has not taken a new version within this many seconds hangs: it is killed and respawned. In the
     modes drain and blocking the requests that run must end within it."""
@@ -80,6 +90,9 @@ class UpdateConfig:
             f"'keep', its default, with mode {self.mode!r}",
             "Only never_stop has a choice about keys and values.",
         )
+        require(self.swap in ("auto", "copy", "flip"), "swap", self.swap, "'auto', 'copy' or 'flip'")
+        require(self.layers in ("auto", "live", "packed"), "layers", self.layers, "'auto', 'live' or 'packed'")
+        require(0 <= self.pull_nice <= 19, "pull_nice", self.pull_nice, "0 to 19")
         require(self.timeout_s > 0, "timeout_s", self.timeout_s, "above 0 (seconds)")
 
     @property
@@ -128,6 +141,13 @@ class PolicyConfig:
             "Every running request needs one token in each forward pass.",
         )
         require(self.block_size in (32, 64, 128), "block_size", self.block_size, "32, 64 or 128 (tokens)")
+        require(
+            self.enforce_eager is not False or self.update.swap != "flip",
+            "update.swap",
+            self.update.swap,
+            "'copy' or 'auto' with enforce_eager=false",
+            "CUDA graphs read parameters at fixed addresses.",
+        )
         require(self.kv_cache_gib > 0, "kv_cache_gib", self.kv_cache_gib, "greater than 0")
         require(
             self.sampling.max_tokens < self.max_model_len,

@@ -38,6 +38,7 @@ import torch
 from forge_async.errors import DataError, ForgeError, require
 from forge_async.policy import checkpoint, vllm_compat
 from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.policy.live_weights import LiveWeights, Prepared
 from forge_async.policy.lockstep import Command, Lockstep, LockstepBroken
 from forge_async.policy.request import Request, sampling_params
 from forge_async.policy.updates import UpdateRules
@@ -63,7 +64,7 @@ class SwapReport:
     in_flight: int
     """Requests that were running when it came."""
     nbytes: int
-    """Bytes copied."""
+    """Bytes of the version, as the model holds it."""
 
 
 @dataclass
@@ -108,7 +109,7 @@ class PolicyEngine:
         self.counters = EngineCounters()
         self.lockstep: Lockstep | None = None
         """Set by :meth:`start` where this is one of several tensor-parallel ranks."""
-        self.plan: WeightPlan
+        self.weights: LiveWeights
         """Set by :meth:`start`."""
         self._vocabulary = 0
         self._engine: LLMEngine
@@ -119,13 +120,15 @@ class PolicyEngine:
         """The caller's id -> request that vLLM has."""
         self._names: dict[str, Request] = {}
         """The caller's id -> request, waiting or active."""
-        self._swaps: collections.deque[tuple[int, Mapping[str, torch.Tensor], Future[SwapReport]]] = collections.deque()
+        self._swaps: collections.deque[tuple[int, Prepared, Future[SwapReport]]] = collections.deque()
         """Asked for and not due yet: the requests that run are ended first."""
         self._held_at = -1
         """Nothing is admitted while the live version is this one or an older one."""
         self._quiet: list[Future[None]] = []
         """Futures of :meth:`hold`."""
         self._failure: BaseException | None = None
+        self._condemned: BaseException | None = None
+        """Why :meth:`condemn` ended the engine."""
         self._stopped = False
         self._idle_since: float | None = None
         self._sampled = 0
@@ -182,16 +185,23 @@ class PolicyEngine:
         """End a request early: its completion has the tokens so far, finish reason ``abort``. Unknown ids are fine."""
         self._post("abort", request_id)
 
-    def swap(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[SwapReport]:
-        """Make ``tensors`` (HF name -> full tensor) the live weights, labelled ``version``, between two forward passes.
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
+        """All of a swap to ``tensors`` (HF name -> full tensor) that can be done while the engine steps.
 
-        The tensors must stay valid until the future is done. Shapes are checked here, before anything is changed.
+        In any thread, one at a time. Raises WeightMismatchError where the tensors do not fit the model.
         """
-        self.plan.check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        return self.weights.prepare(tensors, self.counters.busy_s / max(self.counters.steps, 1))
+
+    def swap(self, version: int, weights: Prepared | Mapping[str, torch.Tensor]) -> Future[SwapReport]:
+        """Make ``weights`` live, labelled ``version``, between two forward passes.
+
+        Tensors by HF name are prepared first, in the calling thread. They must stay valid until the future is done.
+        """
+        prepared = weights if isinstance(weights, Prepared) else self.prepare(weights)
         if version < self.version:
             raise ForgeError(f"version {version} is older than the live one, {self.version}: versions never decrease")
         future: Future[SwapReport] = Future()
-        self._post("swap", (version, tensors, future))
+        self._post("swap", (version, prepared, future))
         return future
 
     def hold(self, version: int) -> Future[None]:
@@ -238,6 +248,11 @@ class PolicyEngine:
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def condemn(self, cause: BaseException) -> None:
+        """End as :meth:`stop` does, because of ``cause``: requests running and to come fail with it."""
+        self._condemned = cause
+        self.stop()
+
     def _post(self, kind: str, payload: Any) -> None:
         with self._wake:
             if self._failure is not None:
@@ -265,7 +280,7 @@ class PolicyEngine:
             if self.on_death is not None:
                 self.on_death(error)
         else:
-            self._fail(EngineDied("the engine was stopped"))
+            self._fail(self._condemned or EngineDied("the engine was stopped"))
 
     def _turn(self) -> None:
         """Swap if that is due, admit if that is allowed, and make a forward pass if there is a request to run."""
@@ -305,7 +320,14 @@ class PolicyEngine:
         if ranks > 1:
             self.lockstep = Lockstep()
         built = time.perf_counter()
-        self.plan = build_plan(vllm_compat.model_of(self._engine), self.model_path, whole=ranks == 1)
+        model = vllm_compat.model_of(self._engine)
+        self.weights = LiveWeights(
+            model,
+            build_plan(model, self.model_path, whole=ranks == 1),
+            config.update,
+            compiled=not self._engine.model_config.enforce_eager,
+            rows=min(32, config.max_num_seqs),
+        )
         planned = time.perf_counter()
         self._vocabulary = self._engine.model_config.get_vocab_size()
         self._engine.set_weight_version(str(self.version))
@@ -387,9 +409,9 @@ class PolicyEngine:
     def _update(self) -> None:
         """Carry out the swaps that are due. Nobody cancels one that has begun: its tensors stay valid then."""
         while self._swaps and not (self._active and self._rules.drains):
-            version, tensors, future = self._swaps[0]
+            version, prepared, future = self._swaps[0]
             if future.set_running_or_notify_cancel():
-                self._swap(version, tensors, future)
+                self._swap(version, prepared, future)
             self._swaps.popleft()
 
     def _carry_over(self) -> None:
@@ -498,11 +520,11 @@ class PolicyEngine:
         self.counters.abort_requested += 1
         _fulfil(request.future, request.completion("abort"))
 
-    def _swap(self, version: int, tensors: Mapping[str, torch.Tensor], future: Future[SwapReport]) -> None:
+    def _swap(self, version: int, prepared: Prepared, future: Future[SwapReport]) -> None:
         """Weights and label change together; the update was checked before, so that nothing fails half-way."""
         began = time.perf_counter()
         previous = self.version
-        self.plan.apply(tensors)
+        self.weights.apply(prepared)
         self._engine.set_weight_version(str(version))
         self.version = version
         in_flight = len(self._active)
@@ -512,7 +534,7 @@ class PolicyEngine:
         self.counters.swaps_in_flight += in_flight > 0
         self.counters.swap_ms.append(pause * 1e3)
         self.counters.busy_s += pause
-        _fulfil(future, SwapReport(version, previous, pause * 1e3, in_flight, self.plan.nbytes))
+        _fulfil(future, SwapReport(version, previous, pause * 1e3, in_flight, self.weights.plan.nbytes))
 
     def _fail(self, error: BaseException) -> None:
         with self._wake:
@@ -569,7 +591,7 @@ def build_plan(model: torch.nn.Module, model_path: str | Path, whole: bool = Tru
     for name, tensor in checkpoint.tensors(model_path):
         if name not in plan.entries:
             continue
-        tensor = tensor.to(plan.entries[name].dtype).to(plan.entries[name].pieces[0].target.device)
+        tensor = tensor.to(plan.entries[name].dtype).to(plan.device)
         if not (torch.equal(plan.read(name), tensor) if whole else plan.holds(name, tensor)):
             raise WeightMismatchError(
                 f"{name}: the live parameters do not hold the checkpoint's values as loaded, so weights of this model "

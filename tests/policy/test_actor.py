@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import cloudpickle
@@ -17,8 +19,9 @@ from safetensors.torch import load_file
 from forge_async.errors import DataError, ForgeError, ModelNotFoundError
 from forge_async.mesh import ActorDied, ActorHandle, MeshRuntime
 from forge_async.mesh.processes import process_alive
-from forge_async.policy import PolicyConfig, SamplingConfig
+from forge_async.policy import PolicyConfig, SamplingConfig, UpdateConfig
 from forge_async.policy.actor import PolicyActor
+from forge_async.policy.attestation import DigestMismatchError
 from forge_async.policy.weight_plan import WeightMismatchError
 from forge_async.store import TensorShard, WeightStore, tensor_digest, version_digest
 
@@ -35,6 +38,14 @@ class Breakable(PolicyActor):
     async def break_engine(self) -> None:
         """The next forward pass raises in the engine's thread."""
         self._ready()._engine.step = lambda: 1 / 0
+
+    @concurrent_endpoint
+    async def break_mapping(self) -> tuple[str, str]:
+        """The plan writes two projections in each other's place."""
+        writes = self._ready().weights.plan.writes
+        (first, one), (second, other) = writes["model.layers.1.mlp.gate_up_proj.weight"]
+        writes["model.layers.1.mlp.gate_up_proj.weight"] = [(second, one), (first, other)]
+        return first, second
 
 
 async def publish(store: WeightStore, version: int, tensors: dict[str, torch.Tensor]) -> str:
@@ -136,6 +147,28 @@ async def test_an_update_that_does_not_fit_names_the_tensor_and_stays_an_error(p
     status = await actor.call_one("status")
     assert status["version"] == 3 and name in status["update_failed"]
     assert set((await actor.call_one("generate", [5] * 9)).policy_versions) == {3}
+
+
+async def test_after_a_copy_that_cannot_be_attested_nothing_is_generated(policy, tiny_llama: Path) -> None:
+    """The old weights are gone, so the replica refuses; a flip is refused before (tests/policy/test_engine.py)."""
+    _, store, weights = policy
+    latest = await store.latest()
+    config = replace(CONFIG, update=UpdateConfig(swap="copy", layers="live"))
+    actor = await Breakable.spawn(config, str(tiny_llama), store=store, version=0)
+    await publish(store, latest + 1, {name: tensor * 1.5 for name, tensor in weights.items()})
+    await actor.call_one("setup", timeout=240)
+    report = await actor.call_one("sync", latest + 1, timeout=60)
+    assert (report["swap"], report["layers"]) == ("copy", "live")
+    names = await actor.call_one("break_mapping")
+    running = asyncio.ensure_future(actor.call_one("generate", [5] * 20, LONG))
+    await publish(store, latest + 2, weights)
+    with pytest.raises(DigestMismatchError, match="|".join(map(re.escape, names))):
+        await actor.call_one("sync", latest + 2, timeout=60)
+    for request in (running, actor.call_one("generate", [5] * 20)):
+        with pytest.raises(ForgeError, match="is held with digest"):
+            await request
+    assert (await actor.call_one("status"))["digest_mismatches"] == 1
+    await actor.stop()
 
 
 async def test_a_replica_whose_engine_dies_ends_its_process(policy) -> None:

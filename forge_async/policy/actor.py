@@ -191,12 +191,14 @@ class PolicyActor(ForgeActor):
 
         Mode blocking calls this when the trainer takes a batch. A swap ends it, and so does :meth:`release`.
         """
-        await asyncio.wrap_future(self._ready().hold(version))
+        if self._rank == 0:
+            await asyncio.wrap_future(self._ready().hold(version))
 
     @concurrent_endpoint
     async def release(self) -> None:
         """End :meth:`hold` without a new version, as after a skipped step."""
-        self._ready().release()
+        if self._rank == 0:
+            self._ready().release()
 
     @concurrent_endpoint
     async def status(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,12 @@ class Faulty(PolicyActor):
             writes = self._engine.weights.plan.writes
             for parameter, pieces in writes.items():
                 writes[parameter] = [(source, piece) for source, piece in pieces if source != name]
+
+    @concurrent_endpoint
+    async def set_mode(self, mode: str) -> None:
+        assert self._engine is not None
+        config = self._engine.config
+        self._engine.config = replace(config, update=replace(config.update, mode=mode))
 
     @concurrent_endpoint
     async def cpu_seconds(self) -> float:
@@ -224,6 +231,37 @@ async def test_a_split_replica_swaps_under_running_requests(generators: Generato
         end = spans_of(completion.policy_versions)[0][2]
         assert np.abs(completion.logprobs[:end] - logprobs[:end]).max() < TOLERANCE
         assert np.abs(completion.logprobs[end] - logprobs[end]) > TOLERANCE
+
+
+async def test_a_split_replica_keeps_what_each_mode_promises(generators: Generators, tmp_path: Path) -> None:
+    if generators.kind != "dense":
+        pytest.skip("once is enough")
+    (handle,) = [replica.handle for replica in generators.split.replicas]
+    assert handle is not None
+    for mode in ("abort_resume", "abort_retry", "drain", "blocking", "never_stop"):
+        await handle.call("set_mode", mode)
+        version = await publish_other(generators, tmp_path / mode)
+        before = (await handle.call_one("status"))["generated_tokens"]
+        medium = replace(LONG, max_tokens=100)
+        running = [asyncio.ensure_future(generators.split.call("generate", prompt, medium)) for prompt in PROMPTS]
+        while (await handle.call_one("status"))["generated_tokens"] < before + 100:
+            pass
+        if mode == "blocking":
+            await generators.split.fan_out("hold", version - 1, timeout=60)
+            running.append(asyncio.ensure_future(generators.split.call("generate", PROMPTS[0], SHORT)))
+        (report,) = await generators.split.fan_out("sync", version, timeout=60)
+        assert report["version"] == version, mode
+        completions = await asyncio.gather(*running)
+        old, new = (reference_logprobs(generators.references[wanted], completions) for wanted in (version - 1, version))
+        seen = [[span[0] for span in spans_of(completion.policy_versions)] for completion in completions]
+        one = {"abort_retry": version, "drain": version - 1, "blocking": version - 1}.get(mode)
+        assert seen[:3] == [[version - 1, version] if one is None else [one]] * 3, mode
+        assert seen[3:] == [[version]] * len(seen[3:]), mode  # what was held back started with the new weights
+        if mode == "never_stop":
+            continue  # on the old keys and values; the test above looks at those
+        for completion, older, newer in zip(completions, old, new, strict=True):
+            wanted = np.where(completion.policy_versions == version, newer, older)
+            assert np.abs(completion.logprobs - wanted).max() < TOLERANCE, mode
 
 
 async def test_a_split_replica_is_addressed_by_rank_0_and_sleeps_when_idle(generators: Generators) -> None:

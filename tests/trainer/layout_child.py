@@ -31,7 +31,10 @@ def run_case(model: str, folder: Path, layout: ParallelismConfig) -> None:
     logprobs = engine.logprobs(groups())
     shards = engine.hf_shards()
     save_file(
-        {str(index): shard.tensor.detach().contiguous().clone() for index, shard in enumerate(shards)},
+        {
+            str(index): shard.tensor.detach().reshape(shard.shape or shard.tensor.shape).clone()
+            for index, shard in enumerate(shards)
+        },
         folder / f"rank{engine.rank}.safetensors",
     )
     engine.save_checkpoint(folder / "checkpoint", {"ranks": world})

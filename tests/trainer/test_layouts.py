@@ -40,6 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], int]] = {
     "tp_ep": ({"family": "qwen3_moe", "tied": False}, {"tp": 2, "ep": 2}, 2),
     "fsdp_tp": ({"family": "llama", "tied": True, **GROUPED}, {"tp": 2}, 4),
     "fsdp_ep": ({"family": "qwen3_moe", "tied": False}, {"ep": 2}, 4),
+    "few_experts": ({"family": "qwen3_moe", "tied": False, "num_experts": 2}, {"ep": 2}, 4),  # split inside by FSDP
 }
 """Name -> model, layout, processes."""
 

@@ -8,6 +8,7 @@ on every rank with the same arguments.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -279,6 +280,7 @@ class TrainerEngine:
             torch.cuda.synchronize(self.device)  # the copies are made in another stream
         return shards
 
+    @functools.cached_property
     def hf_layout(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of every tensor in full under its Hugging Face name, in the same order on every rank."""
         return weights.hf_layout(self.model, self.adapter)

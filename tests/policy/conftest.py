@@ -17,7 +17,10 @@ def recorder() -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     connection, other = context.Pipe()
     server = context.Process(target=serve, args=(other,))
-    server.start()
+    with pytest.MonkeyPatch.context() as environment:  # idle OpenMP threads that spin cost more than they help
+        environment.setenv("OMP_NUM_THREADS", "1")
+        environment.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        server.start()
     try:
         yield connection
         connection.send(None)

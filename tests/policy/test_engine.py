@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forge_async.policy.engine import spans_of
-from forge_async.types import Completion
 from tests.policy.engine_child import CONFIG, LONG_PROMPT, record
 from tests.policy.reference import TOLERANCE, Seen, perturbed, picked
 

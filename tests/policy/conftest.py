@@ -13,7 +13,7 @@ from tests.policy.engine_child import serve
 
 @pytest.fixture(scope="session")
 def recorder() -> Iterator[Connection]:
-    """The other end of a process that has imported vLLM once, and forks one engine per job: see ``engine_child.serve``."""
+    """The other end of ``engine_child.serve``: it has imported vLLM once, and forks one engine per job."""
     context = multiprocessing.get_context("spawn")
     connection, other = context.Pipe()
     server = context.Process(target=serve, args=(other,))

@@ -53,7 +53,7 @@ class Prepared:
     """The second set, filled; None where the swap copies."""
     packs: bool
     cost_s: float
-    """Processor time of the preparation."""
+    """Processor seconds of the preparation, and of reading it back."""
 
 
 @dataclass
@@ -169,7 +169,10 @@ class LiveWeights:
         def dense(parameter: str) -> torch.Tensor:
             if parameter not in held:
                 held.clear()
+                began = time.thread_time()
                 held[parameter] = self._dense(parameter, None if prepared is None else prepared.weights)
+                if prepared is not None:
+                    prepared.cost_s += time.thread_time() - began
             return held[parameter]
 
         for name in self.plan.names:

@@ -32,7 +32,9 @@ def main() -> None:
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
     options = parser.parse_args()
     os.sched_setaffinity(0, {options.core})
-    os.environ["OMP_NUM_THREADS"] = "1"
+    environment = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # as in a policy replica
+    if not environment.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
     import torch
@@ -76,7 +78,7 @@ def main() -> None:
                 engine.weights.discard()
                 if repeat:  # the first one changes the form of the layers
                     pauses[way].append(pause)
-                    prepare[way].append(prepared.cost_s)
+                    prepare[way].append(prepared.cost_s if engine.weights.flips else 0.0)
             for i in range(options.batch):
                 engine.abort(f"{way}-{round_number}-{i}")
             for future in running:

@@ -12,10 +12,10 @@ import pytest
 
 from forge_async.buffer import BufferConfig, PromptTooLong, RolloutBuffer
 from forge_async.config import Config
-from forge_async.errors import RunFailed
+from forge_async.errors import ForgeError, RunFailed
 from forge_async.loop import AsyncLoop
 from forge_async.mesh import ServiceGaveUp
-from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.policy.config import PolicyConfig, SamplingConfig, UpdateConfig
 from forge_async.rollout.config import RewardSpec, RolloutConfig
 from forge_async.types import Completion, Prompt, StepStats
 
@@ -79,11 +79,13 @@ def prompts(count: int) -> Any:
 
 @pytest.fixture
 def loop() -> Callable[..., AsyncLoop]:
-    def make(source: Any, policy: Any = None, rollout: RolloutConfig | None = None) -> AsyncLoop:
+    def make(
+        source: Any, policy: Any = None, rollout: RolloutConfig | None = None, mode: str = "never_stop", **buffer: Any
+    ) -> AsyncLoop:
         config = Config(
             rollout=rollout or RolloutConfig(group_size=2, timeout_s=5),
-            policy=PolicyConfig(sampling=SamplingConfig(max_tokens=2)),
-            buffer=BufferConfig(groups_per_step=2),
+            policy=PolicyConfig(sampling=SamplingConfig(max_tokens=2), update=UpdateConfig(mode=mode)),
+            buffer=BufferConfig(groups_per_step=2, **buffer),
         )
         events: list[tuple[str, dict[str, Any]]] = []
         made = AsyncLoop(
@@ -182,3 +184,154 @@ async def test_a_replica_that_does_not_take_a_version_is_replaced(loop) -> None:
         steps = [step async for step in running.steps(2)]
     assert len(steps) == 2
     assert policy.replaced == 1
+
+
+async def test_training_goes_on_beside_a_publication(loop) -> None:
+    """The commit of version 1 comes only once step 2 has been called."""
+
+    class Slow(Trainer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second_step = asyncio.Event()
+            self.calls: list[str] = []
+
+        async def call(self, name: str, *args: Any) -> list[Any]:
+            self.calls.append(name)
+            if name == "step" and self.version == 1:
+                self.second_step.set()
+            if name == "published" and args == (1,):
+                await self.second_step.wait()
+            return await super().call(name, *args)
+
+    running = loop(prompts(12))
+    running.trainer = trainer = Slow()
+    async with asyncio.timeout(10):
+        steps = [step async for step in running.steps(2)]
+    assert len(steps) == 2
+    assert trainer.calls == ["step", "publish", "published"] * 2
+    assert running.tally.digests == {1: "d1", 2: "d2"}, "the last version is published before the loop ends"
+
+
+async def test_a_failed_publication_ends_the_run_with_its_cause(loop) -> None:
+    class Broken(Trainer):
+        async def call(self, name: str, *args: Any) -> list[Any]:
+            if name == "published":
+                raise ForgeError("version 1 was not committed: rank 1: no memory")
+            return await super().call(name, *args)
+
+    running = loop(prompts(1000))
+    running.trainer = Broken()
+    with pytest.raises(RunFailed, match="the trainer failed in 'published' at version .*rank 1: no memory"):
+        async with asyncio.timeout(10):
+            async for _ in running.steps(50):
+                pass
+
+
+class Held(Policy):
+    """Generates slowly, and not at all between a hold and its end."""
+
+    def __init__(self, finish_reason: str = "stop") -> None:
+        super().__init__(finish_reason)
+        self.held_at, self.running, self.log, self.changed = -1, 0, [], asyncio.Condition()
+
+    @property
+    def held(self) -> bool:
+        return self.version <= self.held_at
+
+    async def call(self, name: str, *args: Any, **kwargs: Any) -> Completion:
+        async with self.changed:
+            await self.changed.wait_for(lambda: not self.held)
+            self.running += 1
+        await asyncio.sleep(0.001)
+        completion = await super().call(name, *args, **kwargs)
+        async with self.changed:
+            self.running -= 1
+            self.changed.notify_all()
+        return completion
+
+    async def fan_out(self, name: str, version: Any = 0, **kwargs: Any) -> list[Any]:
+        self.log.append(name if name == "release" else (name, version))
+        async with self.changed:
+            if name == "hold":
+                self.held_at = version
+                await self.changed.wait_for(lambda: not self.running)
+            elif name == "release":
+                self.held_at = -1
+            result = await super().fan_out(name, version, **kwargs)
+            self.changed.notify_all()
+            return result
+
+
+class Watching(Trainer):
+    """Asserts that nothing is generated while it works; skips every third step."""
+
+    def __init__(self, policy: Held) -> None:
+        super().__init__()
+        self.policy, self.calls = policy, 0
+
+    async def call(self, name: str, *args: Any) -> list[Any]:
+        for _ in range(3):
+            assert self.policy.held and not self.policy.running
+            await asyncio.sleep(0.002)
+        if name == "step":
+            self.calls += 1
+            if self.calls % 3 == 0:
+                return [StepStats(self.version, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0.1, skipped=True)]
+        return await super().call(name, *args)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+async def test_in_mode_blocking_nothing_is_generated_while_the_trainer_works(loop, max_staleness: int) -> None:
+    """Skipped steps and the dataset's end included; the loop must not wait for what a hold holds back."""
+    policy = Held()
+    running = loop(prompts(15), policy, mode="blocking", max_staleness=max_staleness)
+    running.trainer = Watching(policy)
+    async with asyncio.timeout(20):
+        steps = [step async for step in running.steps(100)]
+    assert [step.stats.skipped for step in steps] == [False, False, True, False, False, True, False, False]
+    holds = [entry[1] for entry in policy.log if entry[0] == "hold"]
+    assert holds == [0, 1, 2, 2, 3, 4, 4, 5], "one for each batch, named by the trainer's version"
+    assert policy.log.count("release") == 2, "after the skipped steps"
+    assert running.tally.max_staleness <= max_staleness
+    assert running.buffer.ledger.balanced
+
+
+async def test_only_mode_blocking_holds(loop) -> None:
+    policy = Held()
+    async for _ in loop(prompts(8), policy, mode="drain").steps(2):
+        pass
+    assert {entry[0] for entry in policy.log} == {"sync"}
+
+
+async def test_a_replica_that_does_not_answer_a_hold_is_replaced_and_the_run_goes_on(loop) -> None:
+    class Hung(Held):
+        replaced: int | None = None
+
+        async def fan_out(self, name: str, version: Any = 0, **kwargs: Any) -> list[Any]:
+            if name == "hold" and self.replaced is None:
+                assert kwargs["timeout"] == PolicyConfig().update.timeout_s
+                return [TimeoutError("policy.hold did not answer")]
+            return await super().fan_out(name, version, **kwargs)
+
+        async def replace(self, index: int) -> None:
+            self.replaced = index
+
+    policy = Hung()
+    async with asyncio.timeout(20):
+        steps = [step async for step in loop(prompts(12), policy, mode="blocking").steps(3)]
+    assert len(steps) == 3 and policy.replaced == 0
+
+
+async def test_a_failure_ends_a_run_that_waits_for_a_hold(loop) -> None:
+    class Waiting(Held):
+        async def fan_out(self, name: str, version: Any = 0, **kwargs: Any) -> list[Any]:
+            if name == "hold":
+                started.fail(RunFailed("the trainer died"))
+                await asyncio.sleep(600)
+            return await super().fan_out(name, version, **kwargs)
+
+    started = loop(prompts(8), Waiting(), mode="blocking")
+    with pytest.raises(RunFailed, match="^the trainer died$"):
+        async with asyncio.timeout(5):
+            async for _ in started.steps(2):
+                pass

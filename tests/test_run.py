@@ -26,9 +26,30 @@ async def test_a_respawned_replica_takes_what_is_published_while_it_starts():
 
     run = object.__new__(Run)
     run._events = SimpleNamespace(write=lambda *args, **fields: None)
-    run._loop = SimpleNamespace(tally=SimpleNamespace(digests=digests))
+    run._loop = SimpleNamespace(tally=SimpleNamespace(digests=digests), held_at=None)
     await run._on_respawn(Handle())
     assert calls == [("setup",), ("sync", 1), ("sync", 2)]
+
+
+async def test_a_respawned_replica_is_held_exactly_if_the_others_are():
+    calls, loop = [], SimpleNamespace(tally=SimpleNamespace(digests={3: "a"}), held_at=3)
+
+    class Handle:
+        def pids(self) -> list[int]:
+            return [1]
+
+        async def call(self, name: str, *args: Any) -> None:
+            calls.append((name, *args))
+            if calls[-1] == ("hold", 3):
+                loop.held_at = None  # the step was skipped meanwhile
+            elif calls[-1] == ("release",):
+                loop.tally.digests[4], loop.held_at = "b", 4  # the next one is trained, and the one after it begins
+
+    run = object.__new__(Run)
+    run._events = SimpleNamespace(write=lambda *args, **fields: None)
+    run._loop = loop
+    await run._on_respawn(Handle())
+    assert calls == [("setup",), ("sync", 3), ("hold", 3), ("release",), ("sync", 4), ("hold", 4)]
 
 
 async def test_a_trainer_that_dies_while_it_saves_ends_the_run_as_failed():

@@ -374,8 +374,7 @@ class PolicyEngine:
     def _await_inbox(self) -> list[Command] | None:
         """What was posted; waits while there is neither that nor a request to run. None when stopped."""
         with self._wake:
-            runnable = self._active or self._swaps or (self._waiting and not self._held)
-            if not (self._inbox or self._stopped or runnable):
+            if not (self._inbox or self._stopped or self._runnable):
                 began = self._idle_since = time.perf_counter()
                 self._wake.wait_for(lambda: bool(self._inbox) or self._stopped)
                 self._idle_since = None
@@ -401,6 +400,11 @@ class PolicyEngine:
     @property
     def _rules(self) -> UpdateRules:
         return self.config.update.rules
+
+    @property
+    def _runnable(self) -> bool:
+        """There is something to do without a further command."""
+        return bool(self._active or self._swaps or (self._waiting and not self._held))
 
     @property
     def _held(self) -> bool:

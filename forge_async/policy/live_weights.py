@@ -53,7 +53,7 @@ class Prepared:
     """The second set, filled; None where the swap copies."""
     packs: bool
     cost_s: float
-    """Processor time of the preparation."""
+    """Processor seconds of the preparation, and of reading it back."""
 
 
 @dataclass

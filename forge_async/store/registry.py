@@ -174,6 +174,8 @@ class Registry(ForgeActor):
         self._pool = SegmentPool()
         self._committed = asyncio.Condition()
         self._collecting = asyncio.Lock()
+        self._collection: asyncio.Future[None] | None = None
+        """The newest clean-up, which runs beside what nobody should wait for it."""
         self._token = os.urandom(32)
         self._probe = create_segment(4096)
         os.pwrite(self._probe.descriptor, self._token, 0)
@@ -187,10 +189,12 @@ class Registry(ForgeActor):
     async def begin(self, version: int, rank: int, sizes: list[int], shares_memory: bool, common: bool) -> Grant:
         """Room for the buckets of one rank's part; with ``common``, all ranks get the same buckets.
 
-        A rank that was granted room for this version before starts it over: what any rank has put for it is void.
+        A rank that was granted room for this version before starts it over, and so does the first one after a failure:
+        what any rank has put for it is void.
         """
+        await self._collected()  # its segments can be used again
         entry = self._versions.get(version)
-        if entry is not None and entry.manifest is None and rank in entry.parts:
+        if entry is not None and entry.manifest is None and (rank in entry.parts or entry.settled.done()):
             del self._versions[version]
             entry.fail(f"version {version}: the part of rank {rank} was put again since")
             await self._discard(entry)
@@ -254,7 +258,7 @@ class Registry(ForgeActor):
         entry.outcomes[rank] = failure
         if failure is not None:
             entry.fail(f"version {version} was not committed: rank {rank}: {failure}")
-        elif len(entry.outcomes) == ranks:
+        elif len(entry.outcomes) == ranks and not entry.settled.done():
             parts = [Part(version, other, part.attempt) for other, part in sorted(entry.parts.items())]
             try:
                 manifest = await self._commit(version, parts)
@@ -312,12 +316,13 @@ class Registry(ForgeActor):
     async def release(self, lease_id: int) -> bool:
         """End a lease; False when it had ended before, so that what was read may be torn."""
         held = self._leases.pop(lease_id, None) is not None
-        await self._collect()
+        self._collection = asyncio.ensure_future(self._collect())
         return held
 
     @concurrent_endpoint
     async def stats(self) -> dict[str, Any]:
         """``versions`` (committed, ascending), ``pending``, ``leases``, ``segments``, ``segment_bytes``."""
+        await self._collected()
         return {
             "versions": sorted(number for number, known in self._versions.items() if known.manifest is not None),
             "pending": sorted(number for number, known in self._versions.items() if known.manifest is None),
@@ -382,7 +387,7 @@ class Registry(ForgeActor):
         self._latest = version
         async with self._committed:
             self._committed.notify_all()
-        await self._collect()
+        self._collection = asyncio.ensure_future(self._collect())
         return manifest
 
     def _memory_of(self, entry: _Version) -> dict[str, torch.Tensor]:
@@ -411,6 +416,10 @@ class Registry(ForgeActor):
 
         computed_now = await asyncio.to_thread(compute) if missing else {}
         return {name: digest for name, digest in digests.items() if digest is not None} | computed_now
+
+    async def _collected(self) -> None:
+        if self._collection is not None:
+            await asyncio.shield(self._collection)
 
     async def _collect(self) -> None:
         """Delete what nobody needs: old committed versions without a lease, and parts that were never committed."""

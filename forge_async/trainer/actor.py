@@ -120,7 +120,7 @@ class TrainerActor(ForgeActor):
             if version in self._publications:
                 raise ForgeError(f"publish was called before for version {version}")
             with self._clock.busy():
-                shards, layout = await self._in_thread(lambda: (engine.hf_shards(), engine.hf_layout()))
+                shards, layout = await self._in_thread(lambda: (engine.hf_shards(), engine.hf_layout))
                 copied = threading.Event()
                 self._copied.append(copied)
         self._publish_blocked_s += time.monotonic() - began

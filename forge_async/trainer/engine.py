@@ -11,6 +11,7 @@ ranks count each of them once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -297,6 +298,7 @@ class TrainerEngine:
             torch.cuda.synchronize(self.device)  # the copies are made in another stream
         return shards
 
+    @functools.cached_property
     def hf_layout(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of every tensor in full under its Hugging Face name, in the same order on every rank."""
         return weights.hf_layout(self.model, self.adapter)

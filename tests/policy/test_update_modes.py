@@ -90,8 +90,10 @@ def test_counters_say_what_the_update_cost(seen: Seen, how: tuple[str, str]) -> 
     one = seen["one"][how]
     grown = {
         name: one["after"][name] - one["before"][name]
-        for name in ("swaps", "swaps_in_flight", "aborted", "abort_requested", "finished", "generated_tokens")
-        + ("prompt_tokens", "discarded_tokens", "recomputed_tokens")
+        for name in (
+            *("swaps", "swaps_in_flight", "aborted", "abort_requested", "finished"),
+            *("generated_tokens", "prompt_tokens", "discarded_tokens", "recomputed_tokens"),
+        )
     }
     every = [*one["completions"], one["stopping"], one["waiting"]]
     kept = sum(len(completion.token_ids) for completion in every)

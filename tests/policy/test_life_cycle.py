@@ -1,0 +1,241 @@
+"""A request's life under any order of commands, in every update mode, with a stand-in for vLLM that knows the truth.
+
+The stand-in schedules, splits prefills, preempts and caches prefixes as it likes, and remembers of every token which
+version computed it and what the oldest version in its cache was.
+"""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge_async.policy import PolicyConfig, UpdateConfig
+from forge_async.policy.engine import PolicyEngine, spans_of
+from forge_async.policy.request import Request
+from forge_async.policy.updates import RULES
+from forge_async.types import Completion
+
+BLOCK = 2
+PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4], [9])
+
+
+@dataclass
+class Params:
+    max_tokens: int
+    min_tokens: int = 0
+    seed: int | None = None
+
+    def clone(self) -> Params:
+        return replace(self)
+
+
+@dataclass
+class Scheduled:
+    request_id: str
+    external: str
+    ids: list[int]
+    params: Params
+    salt: str
+    kv: list[int] = field(default_factory=list)
+    """The version of each position's keys and values."""
+    labels: list[int] = field(default_factory=list)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return len(self.kv)
+
+
+class Vllm:
+    """What :class:`PolicyEngine` uses of ``LLMEngine``."""
+
+    def __init__(self, owner: PolicyEngine, seed: int) -> None:
+        self.owner, self.random, self.version = owner, random.Random(seed), owner.version
+        self.requests: dict[str, Scheduled] = {}
+        self.waiting: list[Scheduled] = []
+        self.running: list[Scheduled] = []
+        self.cache: dict[tuple[Any, ...], list[int]] = {}
+        self.truth: list[tuple[int, int]] = []
+        """(version, oldest version attended to) of each token ever sampled; its index is minus the log-prob."""
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self))
+
+    def add_request(self, external: str, prompt: dict[str, Any], params: Params) -> str:
+        assert not self.owner._held and not self.owner._swaps, "nothing starts while the engine drains or is held"
+        assert params.max_tokens >= 1
+        name = f"{external}-{self.random.random()}"
+        self.requests[name] = Scheduled(name, external, list(prompt["prompt_token_ids"]), params, prompt["cache_salt"])
+        self.waiting.append(self.requests[name])
+        return name
+
+    def abort_request(self, names: list[str], internal: bool) -> None:
+        for name in names:
+            self._remove(self.requests[name])
+
+    def _remove(self, request: Scheduled) -> None:
+        del self.requests[request.request_id]
+        (self.running if request in self.running else self.waiting).remove(request)
+
+    def set_weight_version(self, label: str) -> None:
+        self.version = int(label)
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        while self.running:
+            self._preempt(self.running[-1])
+        self.cache.clear()
+        return True
+
+    def _preempt(self, request: Scheduled) -> None:
+        self.running.remove(request)
+        request.kv.clear()
+        self.waiting.insert(0, request)
+
+    def step(self) -> list[Any]:
+        draw = self.random.random
+        if draw() < 0.3:
+            self.cache.clear()  # evicted
+        if len(self.running) > 1 and draw() < 0.3:
+            self._preempt(self.running[-1])
+        else:
+            while self.waiting and (not self.running or draw() < 0.6):
+                request = self.waiting.pop(0)
+                for end in range(BLOCK, len(request.ids), BLOCK):
+                    request.kv = self.cache.get((request.salt, *request.ids[:end]), request.kv)[:]
+                self.running.append(request)
+        outputs = []
+        for request in list(self.running):
+            for position in range(len(request.kv), len(request.ids)):
+                if position % BLOCK == 0 and draw() < 0.2 and len(request.ids) - position > 1:
+                    break  # the rest of this prefill comes in a later step
+                request.kv.append(self.version)
+                if (position + 1) % BLOCK == 0:
+                    self.cache[request.salt, *request.ids[: position + 1]] = request.kv[:]
+            else:
+                outputs.append(self._sample(request))
+        return outputs
+
+    def _sample(self, request: Scheduled) -> Any:
+        token, serial = self.random.randrange(3), len(self.truth)
+        self.truth.append((self.version, min(request.kv)))
+        request.ids.append(token)
+        request.labels.append(self.version)
+        finished = len(request.labels) == request.params.max_tokens
+        if finished:
+            self._remove(request)
+        spans = [SimpleNamespace(version=str(v), start=a, end=b) for v, a, b in spans_of(request.labels)]
+        sample = SimpleNamespace(
+            token_ids=[token],
+            logprobs=[{token: SimpleNamespace(logprob=-float(serial))}],
+            finish_reason="length" if finished else None,
+            stop_reason=None,
+            weight_versions=spans,
+        )
+        return SimpleNamespace(request_id=request.external, outputs=[sample], finished=finished)
+
+
+class Harness:
+    """An engine whose thread is the test's own."""
+
+    def __init__(self, update: UpdateConfig, seed: int) -> None:
+        self.engine = PolicyEngine(PolicyConfig(max_num_seqs=3, update=update), "nowhere")
+        self.vllm = self.engine._engine = Vllm(self.engine, seed)  # type: ignore[assignment]
+        self.engine.plan = SimpleNamespace(check=lambda shapes: None, apply=lambda tensors: None, nbytes=0)  # type: ignore[assignment]
+        self.requests: list[tuple[Request, Params]] = []
+        self.aborted: set[str] = set()
+        self.named, self.swaps, self.holds = 0, [], []
+
+    def submit(self, prompt: int, tokens: int) -> None:
+        params = Params(tokens)
+        request = Request(f"r{len(self.requests)}", np.array(PROMPTS[prompt], np.int32), params, Future())  # type: ignore[arg-type]
+        self.requests.append((request, params))
+        self.engine._post("submit", request)
+
+    def abort(self, index: int) -> None:
+        if self.requests:
+            name = self.requests[index % len(self.requests)][0].request_id
+            self.aborted.add(name)
+            self.engine.abort(name)
+
+    def swap(self) -> None:
+        self.named += 1
+        self.swaps.append(self.engine.swap(self.named, {}))
+
+    def hold(self, back: int) -> None:
+        self.holds.append(self.engine.hold(max(0, self.engine.version - back)))
+
+    def turns(self, count: int) -> None:
+        engine = self.engine
+        while count and (engine._inbox or engine._runnable):
+            assert engine._take_inbox()
+            engine._turn()
+            count -= 1
+            assert len(engine._active) <= 3
+            assert engine._quiet == [] or (engine._held and engine._active), "a hold is answered once nothing runs"
+
+    def finish(self) -> list[Completion]:
+        self.engine.release()
+        self.turns(5000)
+        futures = [request.future for request, _ in self.requests] + self.swaps + self.holds
+        assert all(future.done() for future in futures)
+        return [request.future.result() for request, _ in self.requests]
+
+
+COMMANDS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(0, len(PROMPTS) - 1), st.integers(1, 20)),
+        st.tuples(st.just("turns"), st.integers(1, 10)),
+        st.tuples(st.just("swap")),
+        st.tuples(st.just("abort"), st.integers(0, 9)),
+        st.tuples(st.just("hold"), st.integers(0, 1)),
+        st.tuples(st.just("release")),
+    ),
+    min_size=15,
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("how", RULES, ids="-".join)
+@settings(max_examples=100)
+@given(commands=COMMANDS, seed=st.integers(0, 2**16))
+def test_every_request_ends_once_with_the_versions_that_made_it(
+    how: tuple[str, str], commands: list[Any], seed: int
+) -> None:
+    harness = Harness(UpdateConfig(mode=how[0], kv=how[1]), seed)
+    for name, *arguments in commands:
+        (harness.engine.release if name == "release" else getattr(harness, name))(*arguments)
+    completions = harness.finish()
+    for (request, params), completion in zip(harness.requests, completions, strict=True):
+        full = len(completion.token_ids) == params.max_tokens
+        assert completion.finish_reason == ("length" if full else "abort")
+        assert full or request.request_id in harness.aborted
+        assert completion.prompt_token_ids.tolist() == request.prompt.tolist()
+        truth = [harness.vllm.truth[int(-serial)] for serial in completion.logprobs]
+        named = zip(completion.policy_versions.tolist(), completion.kv_versions.tolist(), strict=True)
+        assert list(named) == truth
+        assert len(set(completion.policy_versions)) <= 1 or how[0] in ("never_stop", "abort_resume")
+    counters = harness.engine.counters
+    assert counters.generated_tokens == sum(len(c.token_ids) for c in completions) + counters.discarded_tokens
+    assert counters.discarded_tokens == 0 or how[0] == "abort_retry"
+    assert counters.aborted == 0
+    assert [swap.result().version for swap in harness.swaps] == list(range(1, harness.named + 1))
+
+
+def test_a_swap_that_was_cancelled_while_it_waited_is_left_out() -> None:
+    """Whoever cancels it gives its tensors back."""
+    harness = Harness(UpdateConfig(mode="drain"), seed=0)
+    harness.submit(0, 7)
+    harness.turns(3)
+    harness.swap()
+    harness.turns(1)
+    assert harness.engine.status()["draining"]
+    assert harness.swaps[0].cancel()
+    harness.swap()
+    (completion,) = harness.finish()
+    assert harness.engine.version == 2 and harness.engine.counters.swaps == 1
+    assert set(completion.policy_versions) == {0}

@@ -1,5 +1,5 @@
-"""Claim: ``never_stop`` with ``kv: keep`` reaches at least 0.97 of the throughput without any update; and what the other
-update modes cost on the same workload.
+"""Claim: ``never_stop`` with ``kv: keep`` reaches at least 0.97 of the throughput without updates; and what the
+other modes cost on the same workload.
 
 ``python benchmarks/update_modes.py [--model models/smollm2] [--every 4] [--train 2] [--repeats 2] ...``
 

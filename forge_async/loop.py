@@ -14,8 +14,8 @@ Three kinds of tasks run at once, and each is awaited or cancelled by :meth:`Asy
 
 The train loop itself is the caller's ``async for``.
 
-In ``policy.update.mode: blocking`` the train loop *holds* the replicas once it has a batch. No event leaves them held: a
-hold names the trainer's version, and the swap to a newer one ends it in the engine itself; a step that was skipped
+In ``policy.update.mode: blocking`` the train loop *holds* the replicas once it has a batch. No event leaves them held:
+a hold names the trainer's version, and the swap to a newer one ends it in the engine itself; a step that was skipped
 publishes none, so it is followed by a release. Nothing between a hold and its end needs a new group, since the step has
 its batch; and what runs when the hold comes is finished on the old weights, within its rollout's time.
 """

@@ -302,7 +302,8 @@ class PolicyEngine:
     def _take_inbox(self) -> bool:
         """Take what was posted, waiting while there is no request to run; False when stopped."""
         with self._wake:
-            if not (self._inbox or self._stopped or self._runnable):
+            runnable = self._active or self._swaps or (self._waiting and not self._held)
+            if not (self._inbox or self._stopped or runnable):
                 began = self._idle_since = time.perf_counter()
                 self._wake.wait_for(lambda: bool(self._inbox) or self._stopped)
                 self._idle_since = None
@@ -330,11 +331,6 @@ class PolicyEngine:
     @property
     def _rules(self) -> UpdateRules:
         return self.config.update.rules
-
-    @property
-    def _runnable(self) -> bool:
-        """There is something to do without a further command."""
-        return bool(self._active or self._swaps or (self._waiting and not self._held))
 
     @property
     def _held(self) -> bool:

@@ -171,7 +171,10 @@ class Harness:
 
     def turns(self, count: int) -> None:
         engine = self.engine
-        while count and (engine._inbox or engine._runnable):
+        while count:
+            runnable = engine._active or engine._swaps or (engine._waiting and not engine._held)
+            if not engine._inbox and not runnable:
+                break  # where its own thread would wait for a command
             assert engine._take_inbox()
             engine._turn()
             count -= 1

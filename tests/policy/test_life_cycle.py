@@ -110,9 +110,10 @@ class Vllm:
                 self.running.append(request)
         outputs = []
         for request in list(self.running):
-            for position in range(len(request.kv), len(request.ids)):
-                if position % BLOCK == 0 and draw() < 0.2 and len(request.ids) - position > 1:
-                    break  # the rest of this prefill comes in a later step
+            start = len(request.kv)
+            for position in range(start, len(request.ids)):
+                if position > start and draw() < 0.1:
+                    break  # the rest of this prefill comes in a later step; some token always comes in this one
                 request.kv.append(self.version)
                 if (position + 1) % BLOCK == 0:
                     self.cache[request.salt, *request.ids[: position + 1]] = request.kv[:]

@@ -31,7 +31,7 @@ smollm2: setup ## train SmolLM2-135M on chain_sum
 	@$(BIN)/python apps/grpo_main.py --config configs/grpo_smollm2.yaml $(ARGS)
 
 test: setup ## run the whole test suite; TESTS="tests/buffer -k ledger" for a part
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),-n 2 --dist loadfile)
 
 check: setup ## ruff check, ruff format --check, mypy
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -55,7 +55,7 @@ async def main(config: SFTConfig) -> None:
                 "raise steps or trainer.optimizer.lr if it is too low, lower eval_every if it is too high"
             )
         await trainer.call("export_hf", str(config.export_path))
-    print(config.export_path)
+    print(f"warm-up: the model is in {config.export_path}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Claim: ``never_stop`` with ``kv: keep`` reaches at least 0.97 of the throughput without updates; and what the
-other modes cost on the same workload.
+"""Claim: ``never_stop`` with ``kv: keep`` reaches at least 0.97 of the throughput without updates; and what the other
+modes cost on the same workload.
 
 ``python benchmarks/update_modes.py [--model models/smollm2] [--every 4] [--train 2] [--repeats 2] ...``
 
@@ -164,7 +164,7 @@ def main() -> None:
     )
     engine = PolicyEngine(config, options.model, seed=0)
     engine.start()
-    base = engine.plan.read_all()
+    base = {name: tensor.clone() for name, tensor in engine.weights.tensors()}
     vocabulary = int(str(checkpoint.read_config(options.model)["vocab_size"]))
     weights = [perturbed(base, seed) for seed in (1, 2)]
     seeds = itertools.count()

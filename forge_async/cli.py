@@ -32,7 +32,10 @@ def run_app(
     parser.add_argument("--config", default=default_config, help=f"YAML file of the run (default: {default_config})")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
-    options = parser.parse_intermixed_args(arguments)
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        setting = unknown[0].lstrip("-").partition("=")[0]
+        parser.error(f"unknown option {unknown[0]}; settings are given without dashes: {setting}=VALUE")
     try:
         config = load_config(options.config, options.overrides, schema)
         if options.print_config:

@@ -17,6 +17,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from forge_async import model_zoo
 from forge_async.buffer.config import BufferConfig
 from forge_async.errors import ConfigError, require
 from forge_async.mesh.placement import PlacementConfig
@@ -41,6 +42,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path", self.path, "the path of a Hugging Face model folder")
+        choices = ("", "sft", *model_zoo.CATALOGUE)
+        require(self.prepare in choices, "prepare", self.prepare, f"one of {', '.join(map(repr, choices))}")
         require(
             (self.prepare == "sft") == bool(self.warmup_config),
             "warmup_config",

@@ -10,7 +10,8 @@ Three kinds of tasks run at once, and each is awaited or cancelled by :meth:`Asy
 
 * *admission* takes prompts from the source while the buffer has room and starts one *rollout* per prompt;
 * a *rollout* generates and scores the episodes of its prompt and gives the group to the buffer, which decides its fate;
-* a *follower* per published version waits until every replica is on it, compares digests, and opens admission further.
+* a *follower* per version waits until it is committed and every replica is on it, compares digests, and opens admission
+  further.
 
 The train loop itself is the caller's ``async for``.
 
@@ -95,6 +96,7 @@ class Step:
     wait_s: float
     """How long the trainer waited for this batch."""
     publish_s: float
+    """How long training stood still to hand the new weights over; the rest of publishing runs beside the next step."""
     wall_s: float
     """Since the previous step ended."""
 
@@ -141,8 +143,9 @@ class AsyncLoop:
         """Run the loop for ``count`` optimizer steps or until the dataset ends.
 
         Consumes batches from the buffer, which wait for ``groups_per_step`` finished groups within the staleness bound;
-        yields after each step is trained, published and announced. Admission and rollouts go on while the caller
-        handles a step. On every way out, all tasks are cancelled and awaited, and open prompts are dropped.
+        yields after each step is trained and its weights are handed over to be published. Admission and rollouts go on
+        while the caller handles a step. On every way out, all tasks are cancelled and awaited, and open prompts are
+        dropped.
 
         Raises:
             RunFailed: the trainer died or raised, a digest differed, no policy replica is left, no rollout succeeds, or
@@ -247,11 +250,10 @@ class AsyncLoop:
             self.record("step_skipped", step=index, reason="no token had a loss")
             await self._release()
         else:
-            published = (await self._trainer("publish"))[0]
-            publish_s = published["wall_s"]
-            self.tally.digests[self.version] = published["digest"]
-            self.record("published", **published)
-            follower = self._start(self._follow(self.version, published["digest"]))
+            began = time.monotonic()
+            await self._trainer("publish")  # the weights are handed over; the next step runs beside the rest
+            publish_s = time.monotonic() - began
+            follower = self._start(self._announce(self.version))
             self._followers.add(follower)
             follower.add_done_callback(self._followers.discard)
             self.tally.trained_tokens += int(stats.trained_tokens)
@@ -275,6 +277,13 @@ class AsyncLoop:
         )
         self.tally.rewards.append(step.reward)
         return step
+
+    async def _announce(self, version: int) -> None:
+        """Wait until ``version`` is committed, then until the replicas have it."""
+        published = (await self._trainer("published", version))[0]
+        self.tally.digests[version] = published["digest"]
+        self.record("published", **published)
+        await self._follow(version, published["digest"])
 
     async def _follow(self, version: int, digest: str) -> None:
         """Wait until every replica is on ``version`` (or a newer one), then let the buffer admit for it."""

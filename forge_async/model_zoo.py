@@ -358,12 +358,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as hidden_size=128 or dtype=float32")
     options = parser.parse_args(arguments)
 
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # a bar of transformers', in a log file one long line
+
     def report(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
     try:
         overrides = dict(_parse_override(text) for text in options.overrides)
-        print(prepare(options.name, options.folder, progress=report, **overrides))
+        prepare(options.name, options.folder, progress=report, **overrides)
     except ForgeError as error:
         report(f"error: {error}")
         return 1

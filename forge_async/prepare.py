@@ -12,7 +12,7 @@ from typing import Any
 
 from forge_async import model_zoo
 from forge_async.config import ModelConfig
-from forge_async.errors import ConfigError, ModelNotFoundError
+from forge_async.errors import ModelNotFoundError
 
 
 async def ensure_model(model: ModelConfig) -> Path:
@@ -38,11 +38,8 @@ async def ensure_model(model: ModelConfig) -> Path:
         app = Path(__file__).parent.parent / "apps" / "sft_main.py"
         what, command = f"the warm-up {model.warmup_config}", [str(app), "--config", model.warmup_config]
         command += [f"export_path={folder}"]
-    elif model.prepare in model_zoo.CATALOGUE:
-        what, command = f"the recipe {model.prepare}", ["-m", "forge_async.model_zoo", model.prepare, str(folder)]
     else:
-        choices = ", ".join(["sft", *model_zoo.CATALOGUE])
-        raise ConfigError("model.prepare", model.prepare, f"one of {choices}")
+        what, command = f"the recipe {model.prepare}", ["-m", "forge_async.model_zoo", model.prepare, str(folder)]
     if await run_to_end([sys.executable, *command]):
         raise ModelNotFoundError(f"model.path = {str(folder)!r}: {what} failed")
     return folder

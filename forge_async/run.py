@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ async def launch(config: Config) -> AsyncIterator[Run]:
         allowed = f"at most {positions}, the max_position_embeddings of {config.model.path}"
         raise ConfigError("policy.max_model_len", config.policy.max_model_len, allowed)
     folder = RunFolder.open(config.resume) if config.resume else RunFolder.create(config.output_dir, config.name)
-    folder.write_config(to_yaml(config))
     run = Run(config, folder)
+    folder.write_config(to_yaml(config))
     outcome = "failed"
     try:
         async with MeshRuntime():
@@ -93,8 +93,11 @@ class Run:
         self.trainer: ActorHandle
         self.store: WeightStore
         self.buffer: RolloutBuffer
-        self.version = 0
+        self._checkpoint_state = state = self._read_checkpoint()
+        self.version: int = state["version"] if state else 0
         """Policy version at the start: more than 0 after a resume."""
+        if self.version >= config.steps:
+            raise ConfigError("steps", config.steps, f"more than the checkpoint's version, {self.version}")
         self.console = Console(config.steps, title=f"forge_async  {folder.path.name}", enabled=config.metrics.console)
         self._events = EventLog(folder.events)
         self._metrics = MetricsLogger(folder.path, config.metrics)
@@ -209,10 +212,7 @@ class Run:
         config, began = self.config, time.monotonic()
         self.console.__enter__()
         self._events.write("start", name=self.folder.path.name, resume=bool(config.resume))
-        state = self._read_checkpoint()
-        self.version = state["version"] if state else 0
-        if self.version >= config.steps:
-            raise ConfigError("steps", config.steps, f"more than the checkpoint's version, {self.version}")
+        state = self._checkpoint_state
         self._tokenizer = tokenizer = load_tokenizer(config.model.path)
         room = config.policy.max_model_len - config.policy.sampling.max_tokens
         with prefix_errors("dataset"):
@@ -223,10 +223,12 @@ class Run:
         samples = fresh_prompts(config, tokenizer, self._source.rows, room)
         self.buffer = RolloutBuffer(config.buffer, ledger, self.version)
         gpus = config.trainer.device != "cpu" and bool(visible_gpus())
-        placement = plan_placement(config.placement, config.trainer.procs, config.policy.num_replicas)
+        ranks = config.policy.tensor_parallel_size
+        placement = plan_placement(config.placement, config.trainer.procs, config.policy.num_replicas, ranks)
 
         self.console.phase("starting the weight store and the reward workers")
-        self.store = await WeightStore.create(config.store)
+        dtype = config.policy.dtype if config.store.dtype == "auto" else config.store.dtype
+        self.store = await WeightStore.create(replace(config.store, dtype=dtype))
         with prefix_errors("reward"):
             self._rewards = await RewardPool.create(config.reward)
         self.console.phase("starting the trainer and the policy service: imports take a while")
@@ -234,7 +236,7 @@ class Run:
             TrainerActor.options(procs=config.trainer.procs, cores=placement.trainer, with_gpus=gpus).spawn(
                 config.trainer, config.model.path, store=self.store, total_steps=config.steps, seed=config.seed
             ),
-            PolicyActor.options(cores=placement.policy, with_gpus=gpus).as_service(
+            PolicyActor.options(procs=ranks, cores=placement.policy, with_gpus=gpus).as_service(
                 config.policy,
                 config.model.path,
                 store=self.store,
@@ -245,12 +247,13 @@ class Run:
         )
         pids = [pid for replica in self.policy.replicas for pid in replica.pids]
         self._events.write("started", trainer=self.trainer.pids(), policy=pids)
-        await _both(self.trainer.call("setup"), self._set_up_policy())
+        await _both(self._set_up_trainer(), self._set_up_policy())
         if state:
             self.console.phase(f"loading version {self.version}")
             await self.trainer.call("load_checkpoint", str(self._newest_checkpoint()))
         self.console.phase("publishing the first weights")
-        published = (await self.trainer.call("publish"))[0]
+        version = (await self.trainer.call("publish"))[0]
+        published = (await self.trainer.call("published", version))[0]
         self._events.write("published", **published)
         for report in await self.policy.fan_out("sync", published["version"]):
             if isinstance(report, BaseException):
@@ -284,10 +287,15 @@ class Run:
         if self._loop is not None:
             self._loop.fail(RunFailed(f"{what} at version {self._loop.version}: {cause}"))
 
+    async def _set_up_trainer(self) -> None:
+        with prefix_errors("trainer"):
+            await self.trainer.call("setup")
+
     async def _set_up_policy(self) -> None:
-        for report in await self.policy.fan_out("setup"):
-            if isinstance(report, BaseException):
-                raise report
+        with prefix_errors("policy"):
+            for report in await self.policy.fan_out("setup"):
+                if isinstance(report, BaseException):
+                    raise report
 
     async def _on_respawn(self, handle: ActorHandle) -> None:
         """A new replica builds its engine and takes the newest published version before it gets requests."""

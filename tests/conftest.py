@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED_MEMORY = Path("/dev/shm")
+SEGMENTS_BEFORE = pytest.StashKey[set[Path]]()
 
 
 def _children() -> set[int]:
@@ -44,32 +44,56 @@ def _children() -> set[int]:
     return found
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[SEGMENTS_BEFORE] = set(SHARED_MEMORY.iterdir())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The whole suite leaves no shared-memory segment, once all its workers have ended."""
+    if hasattr(session.config, "workerinput"):
+        return
+    before = session.config.stash[SEGMENTS_BEFORE]
+    if left := _wait_until_empty(lambda: _left_segments(before)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print(f"\nERROR: the suite left behind {left}")
+
+
 @pytest.fixture(scope="session", autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """The whole suite leaves no process and no shared-memory segment."""
-    segments = set(SHARED_MEMORY.iterdir())
+def no_process_is_left() -> Iterator[None]:
+    """Each worker's tests leave no process."""
     yield
-    deadline = time.monotonic() + 20  # Python's resource trackers clean up after processes that were killed
-    while (_left_processes() or _left_segments(segments)) and time.monotonic() < deadline:
+    assert not _wait_until_empty(_left_processes)
+
+
+def _wait_until_empty(left: Callable[[], list[str]], timeout_s: float = 20) -> list[str]:
+    """What is left then; Python's resource trackers need a moment to clean up after processes that were killed."""
+    deadline = time.monotonic() + timeout_s
+    while (found := left()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not _left_processes()
-    assert not _left_segments(segments)
+    return found
 
 
-def _left_segments(before: set[Path]) -> set[Path]:
-    """New segments that no living process maps: this suite's have ended, so one in use is another program's."""
-    new = set(SHARED_MEMORY.iterdir()) - before
-    if new:
-        for maps in Path("/proc").glob("[0-9]*/maps"):
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                text = maps.read_text()
-                new = {path for path in new if str(path) not in text}
-    return {path for path in new if path.exists()}
+def _left_segments(before: set[Path]) -> list[str]:
+    """New segments, unless another program runs whose they may be: one with a resource tracker of its own."""
+    trackers = set(_pids_of("multiprocessing.resource_tracker"))
+    if trackers - _children():
+        return []
+    return [str(path) for path in set(SHARED_MEMORY.iterdir()) - before]
 
 
 def _left_processes() -> list[str]:
-    names = []
-    for pid in _children():
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            names.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[:200].decode(errors="replace"))
-    return [name for name in names if "resource_tracker" not in name]  # Python's own, ends with this process
+    trackers = _pids_of("multiprocessing.resource_tracker")  # Python's own, they end with their processes
+    return [f"{pid}: {_command(pid)[:200]}" for pid in _children() if pid not in trackers and _command(pid)]
+
+
+def _pids_of(words: str) -> list[int]:
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if words in _command(int(path.name))]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:  # it ended meanwhile
+        return ""

@@ -12,7 +12,7 @@ import pytest
 
 from forge_async.buffer import BufferConfig, PromptTooLong, RolloutBuffer
 from forge_async.config import Config
-from forge_async.errors import RunFailed
+from forge_async.errors import ForgeError, RunFailed
 from forge_async.loop import AsyncLoop
 from forge_async.mesh import ServiceGaveUp
 from forge_async.policy.config import PolicyConfig, SamplingConfig, UpdateConfig
@@ -47,7 +47,10 @@ class Trainer:
 
     async def call(self, name: str, *args: Any) -> list[Any]:
         if name == "publish":
-            return [{"version": self.version, "digest": f"d{self.version}", "bytes": 0, "wall_s": 0.0}]
+            return [self.version]
+        if name == "published":
+            (version,) = args
+            return [{"version": version, "digest": f"d{version}", "bytes": 0, "wall_s": 0.0}]
         (sequences,) = args
         self.batches.append(sequences)
         tokens = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
@@ -181,6 +184,47 @@ async def test_a_replica_that_does_not_take_a_version_is_replaced(loop) -> None:
         steps = [step async for step in running.steps(2)]
     assert len(steps) == 2
     assert policy.replaced == 1
+
+
+async def test_training_goes_on_beside_a_publication(loop) -> None:
+    """The commit of version 1 comes only once step 2 has been called."""
+
+    class Slow(Trainer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second_step = asyncio.Event()
+            self.calls: list[str] = []
+
+        async def call(self, name: str, *args: Any) -> list[Any]:
+            self.calls.append(name)
+            if name == "step" and self.version == 1:
+                self.second_step.set()
+            if name == "published" and args == (1,):
+                await self.second_step.wait()
+            return await super().call(name, *args)
+
+    running = loop(prompts(12))
+    running.trainer = trainer = Slow()
+    async with asyncio.timeout(10):
+        steps = [step async for step in running.steps(2)]
+    assert len(steps) == 2
+    assert sorted(trainer.calls) == ["publish"] * 2 + ["published"] * 2 + ["step"] * 2
+    assert running.tally.digests == {1: "d1", 2: "d2"}, "the last version is published before the loop ends"
+
+
+async def test_a_failed_publication_ends_the_run_with_its_cause(loop) -> None:
+    class Broken(Trainer):
+        async def call(self, name: str, *args: Any) -> list[Any]:
+            if name == "published":
+                raise ForgeError("version 1 was not committed: rank 1: no memory")
+            return await super().call(name, *args)
+
+    running = loop(prompts(1000))
+    running.trainer = Broken()
+    with pytest.raises(RunFailed, match="the trainer failed in 'published' at version .*rank 1: no memory"):
+        async with asyncio.timeout(10):
+            async for _ in running.steps(50):
+                pass
 
 
 class Held(Policy):

@@ -59,6 +59,7 @@ class Service:
         """Awaited with a respawned replica's handle before calls are routed to it."""
         self.replicas = [Replica(index) for index in range(builder.actor_options.num_replicas)]
         self._builder, self._args, self._kwargs = builder, args, kwargs
+        self.label = builder.actor_class.__name__
         self._sessions: dict[str, int] = {}
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -80,7 +81,7 @@ class Service:
         """Call endpoint ``name`` of the least loaded healthy replica; waits while there is none.
 
         Calls with the same ``session`` go to the same replica as long as it lives. A replica of several processes is
-        called on all of them; rank 0's value is returned. ``timeout`` counts from when a replica was chosen.
+        called on rank 0, which speaks for it. ``timeout`` counts from when a replica was chosen.
 
         Raises:
             ReplicaDied: the replica died with this call in flight.
@@ -93,17 +94,15 @@ class Service:
             assert handle is not None
             replica.in_flight += 1
             try:
-                if handle.procs == 1:
-                    return await handle.call_one(name, *args, timeout=timeout, **kwargs)
-                return (await handle.call(name, *args, timeout=timeout, **kwargs))[0]
+                return await handle.call_one(name, *args, timeout=timeout, **kwargs)
             except ActorDied as error:
                 self._note_death(replica, handle)
-                raise ReplicaDied(f"replica {replica.index}: {error}") from error
+                raise ReplicaDied(f"{self.label} replica {replica.index}: {error}") from error
             finally:
                 replica.in_flight -= 1
 
     async def fan_out(self, name: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call endpoint ``name`` on every replica at once; results by replica.
+        """Call endpoint ``name`` on every process of every replica at once; rank 0's results by replica.
 
         A replica that is not healthy yields None; one that fails yields its exception. Nothing is raised.
         """
@@ -116,7 +115,7 @@ class Service:
                 return (await handle.call(name, *args, timeout=timeout, **kwargs))[0]
             except ActorDied as error:
                 self._note_death(replica, handle)
-                return ReplicaDied(f"replica {replica.index}: {error}")
+                return ReplicaDied(f"{self.label} replica {replica.index}: {error}")
             except Exception as error:
                 return error
 
@@ -135,7 +134,7 @@ class Service:
         async with self._changed:
             await self._changed.wait_for(lambda: replica.state != "starting" and replica.state != "dead")
         if replica.state != "healthy":
-            raise ForgeError(f"replica {index} could not be respawned: {replica.last_failure}")
+            raise ForgeError(f"{self.label} replica {index} could not be respawned: {replica.last_failure}")
 
     async def stop(self) -> None:
         """Stop every replica; waiting calls fail."""
@@ -160,10 +159,9 @@ class Service:
         healthy = candidates()
         if not healthy:
             causes = {str(r.last_failure) for r in self.replicas if r.last_failure is not None}
-            label = self._builder.actor_class.__name__
             if self._stopped:
-                raise ForgeError(f"service of {label}: it was stopped")
-            raise ServiceGaveUp(f"service of {label}: gave up: {causes}")
+                raise ForgeError(f"service of {self.label}: it was stopped")
+            raise ServiceGaveUp(f"service of {self.label}: gave up: {causes}")
         if session is not None:
             pinned = self._sessions.get(session)
             for replica in healthy:
@@ -187,7 +185,8 @@ class Service:
     def _note_death(self, replica: Replica, handle: ActorHandle) -> None:
         if self._stopped or replica.handle is not handle or replica.state != "healthy":
             return
-        logger.warning("replica %d died (%s); respawning it", replica.index, handle.death_cause or "replaced")
+        cause = handle.death_cause or "replaced"
+        logger.warning("%s replica %d died (%s); respawning it", self.label, replica.index, cause)
         replica.state = "dead"
         task = asyncio.ensure_future(self._respawn(replica, handle))
         self._tasks.add(task)
@@ -204,7 +203,9 @@ class Service:
             except Exception as error:
                 replica.failed_starts += 1
                 replica.last_failure = error
-                logger.warning("replica %d failed to start (%d): %s", replica.index, replica.failed_starts, error)
+                logger.warning(
+                    "%s replica %d failed to start (%d): %s", self.label, replica.index, replica.failed_starts, error
+                )
                 if replica.handle is not None:
                     await replica.handle.stop(timeout_s=1.0)
                 continue

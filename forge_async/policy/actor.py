@@ -6,25 +6,30 @@ import asyncio
 import contextlib
 import os
 import sys
+import threading
 import time
 import traceback
 import uuid
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from monarch.actor import concurrent_endpoint
 
 from forge_async.errors import ForgeError
 from forge_async.mesh import ForgeActor
+from forge_async.policy.attestation import DigestMismatchError, attest, attest_parts, digest
 from forge_async.policy.config import PolicyConfig, SamplingConfig
-from forge_async.store.digest import tensor_digest
+from forge_async.policy.weight_plan import WeightMismatchError
 from forge_async.types import Completion
 
 if TYPE_CHECKING:
     import torch
 
     from forge_async.policy.engine import PolicyEngine
+    from forge_async.policy.live_weights import Prepared
     from forge_async.store import Manifest, WeightStore
 
 DRAINED = (
@@ -44,12 +49,23 @@ DRAINED = (
 """Counters that :meth:`PolicyActor.drain_stats` reports since its last call."""
 
 
-class DigestMismatchError(ForgeError):
-    """The live parameters after a swap are not what the trainer published."""
+SHORT_WORK_BYTES = 32 << 20
+"""Versions up to this size are prepared in the time of a forward pass or two: no need to yield to those."""
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long the engine's thread keeps the interpreter's lock when another thread of the process waits for it."""
+
+AGREED = (WeightMismatchError, DigestMismatchError)
+"""Errors of an update that every rank of a replica raises when one has found them."""
+
+T = TypeVar("T")
 
 
 class PolicyActor(ForgeActor):
     """A vLLM engine in a process of its own. Spawn it, then call ``setup`` once, then the other endpoints.
+
+    With ``config.tensor_parallel_size`` above 1 spawn it on as many processes, and call ``setup`` on all of them.
+    Rank 0 takes requests and follows the store for all; ``follow`` and ``sync`` return at once on the others.
 
     Args:
         config: the engine's settings.
@@ -68,6 +84,7 @@ class PolicyActor(ForgeActor):
         version: int = 0,
     ) -> None:
         self.config, self.model_path, self.store, self.seed = config, str(model_path), store, seed
+        self._rank = int(os.environ["RANK"]) if config.tensor_parallel_size > 1 else 0
         self._first_version = version
         self._engine: PolicyEngine | None = None
         self._follower: asyncio.Task[None] | None = None
@@ -79,6 +96,7 @@ class PolicyActor(ForgeActor):
         self._applied = asyncio.Condition()
         self._last_update: dict[str, Any] = {"version": version - 1, "digest": None}
         """What :meth:`sync` reports; the folder's own weights count as older, so that its version is attested too."""
+        self._background = ThreadPoolExecutor(1, "weights", _lower_priority, (config.update.pull_nice,))
         self._digest_mismatches = 0
         self._drained: dict[str, Any] = {}
 
@@ -90,8 +108,9 @@ class PolicyActor(ForgeActor):
         returns.
 
         Args:
-            stream: number of this replica's random stream. None takes the process id, since replicas must not draw the
-                same samples; pass a number, or a seed with each request, where draws are to be repeatable.
+            stream: number of this replica's random stream. None takes the process id (of several processes the port
+                they met at), since replicas must not draw the same samples; pass a number, or a seed with each
+                request, where draws are to be repeatable.
         Returns:
             Seconds per phase: ``build_s``, ``plan_s``, ``warm_up_s``.
         """
@@ -99,14 +118,21 @@ class PolicyActor(ForgeActor):
 
         if self._engine is not None:
             raise ForgeError("setup was called before on this replica")
-        seed = (self.seed * 1_000_003 + (os.getpid() if stream is None else stream)) % 2**31
+        if stream is None:
+            stream = int(os.environ["MASTER_PORT"]) if self.config.tensor_parallel_size > 1 else os.getpid()
+        seed = (self.seed * 1_000_003 + stream) % 2**31
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         engine = PolicyEngine(self.config, self.model_path, self._first_version, seed)
+        engine.on_death = _end_process
         self._engine = engine
+        if self._rank > 0:
+            loop = asyncio.get_running_loop()
+            engine.on_announced = lambda version: loop.call_soon_threadsafe(self._want, version)
         seconds = await asyncio.to_thread(engine.start)
         if self.store is not None:
             self._follower = asyncio.create_task(self._follow())
             latest = await self.store.latest()
-            if latest is not None and latest >= engine.version:
+            if self._rank == 0 and latest is not None and latest >= engine.version:
                 await self._until_live(latest)
         return seconds
 
@@ -120,6 +146,8 @@ class PolicyActor(ForgeActor):
     ) -> Completion:
         """Sample one completion; the arguments are those of :meth:`PolicyEngine.submit`."""
         engine = self._ready()
+        if self._rank > 0:
+            raise ForgeError(f"generate: called on rank {self._rank} of a replica; rank 0 takes its requests")
         request_id = request_id or uuid.uuid4().hex
         future = engine.submit(prompt_token_ids, sampling, request_id, seed)
         try:
@@ -131,7 +159,8 @@ class PolicyActor(ForgeActor):
     @concurrent_endpoint
     async def abort(self, request_id: str) -> None:
         """End a request; its ``generate`` returns what there is, with finish reason ``abort``."""
-        self._ready().abort(request_id)
+        if self._rank == 0:
+            self._ready().abort(request_id)
 
     @concurrent_endpoint
     async def follow(self, version: int) -> None:
@@ -139,7 +168,8 @@ class PolicyActor(ForgeActor):
 
         Of several versions told meanwhile only the newest is applied. Raises what ended the follower, if it has ended.
         """
-        self._tell(version)
+        if self._rank == 0:
+            self._tell(version)
 
     @concurrent_endpoint
     async def sync(self, version: int) -> dict[str, Any]:
@@ -147,9 +177,12 @@ class PolicyActor(ForgeActor):
 
         Returns:
             ``version``, ``digest`` (of the live parameters, read back and equal to the published one), ``pause_ms``
-            (between two forward passes), ``in_flight`` (requests running when the swap came), ``nbytes``, ``pull_s``,
-            ``attest_s``.
+            (between two forward passes), ``in_flight`` (requests running when the swap came), ``nbytes``, ``pull_s``
+            (preparation included), ``attest_s``, ``swap`` and ``layers`` (the ways taken). Empty on ranks other than 0,
+            which has them all live when it returns.
         """
+        if self._rank > 0:
+            return {}
         return await self._until_live(version)
 
     @concurrent_endpoint
@@ -158,12 +191,14 @@ class PolicyActor(ForgeActor):
 
         Mode blocking calls this when the trainer takes a batch. A swap ends it, and so does :meth:`release`.
         """
-        await asyncio.wrap_future(self._ready().hold(version))
+        if self._rank == 0:
+            await asyncio.wrap_future(self._ready().hold(version))
 
     @concurrent_endpoint
     async def release(self) -> None:
         """End :meth:`hold` without a new version, as after a skipped step."""
-        self._ready().release()
+        if self._rank == 0:
+            self._ready().release()
 
     @concurrent_endpoint
     async def status(self) -> dict[str, Any]:
@@ -192,7 +227,13 @@ class PolicyActor(ForgeActor):
 
     @concurrent_endpoint
     async def weights(self) -> tuple[int, dict[str, str]]:
-        """The live version and each HF tensor's digest, read back from the live parameters."""
+        """The live version and each HF tensor's digest, read back from the live parameters.
+
+        Raises:
+            ForgeError: with tensor parallelism, where no process has whole tensors.
+        """
+        if self.config.tensor_parallel_size > 1:
+            raise ForgeError("weights: the processes of a tensor-parallel replica hold parts of tensors only")
         engine = self._ready()
         async with self._weights_lock:
             return engine.version, await asyncio.to_thread(_live_digests, engine)
@@ -205,6 +246,7 @@ class PolicyActor(ForgeActor):
                 await self._follower
         if self._engine is not None:
             await asyncio.to_thread(self._engine.stop)
+        self._background.shutdown(wait=False)
 
     # ---- the follower ----
 
@@ -220,6 +262,9 @@ class PolicyActor(ForgeActor):
         error = self._follower_error()
         if error is not None:
             raise error
+        self._want(version)
+
+    def _want(self, version: int) -> None:
         self._wanted = max(self._wanted, version)
         self._told.set()
 
@@ -256,7 +301,9 @@ class PolicyActor(ForgeActor):
                     async with self._applied:
                         self._last_update = update
                         self._applied.notify_all()
-        except BaseException:
+        except BaseException as error:
+            if self._rank > 0 and isinstance(error, Exception) and not isinstance(error, AGREED):
+                _end_process(error)  # rank 0 would wait for ever for this rank to swap
             asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._wake_waiters()))
             raise
 
@@ -268,45 +315,112 @@ class PolicyActor(ForgeActor):
         """One update. The lease is held until the swap is done, since the tensors may be views of shared memory."""
         assert self.store is not None
         began = time.perf_counter()
-        lease = await self.store.acquire()
+        lease = await self.store.acquire(None if self._rank == 0 else self._wanted)
         try:
             if lease.version < self._wanted:
                 raise ForgeError(f"told of version {self._wanted}, but the store's newest is {lease.version}")
-            tensors = await asyncio.to_thread(lambda: dict(lease.tensors()))
-            pulled = time.perf_counter()
-            async with self._weights_lock:
-                report = await asyncio.wrap_future(engine.swap(lease.version, tensors))
-                swapped = time.perf_counter()
-                digest = await asyncio.to_thread(self._attest, engine, lease.manifest, tensors)
+            if self._rank == 0:
+                engine.announce(lease.version)
+            tensors = await self._beside(lambda: dict(lease.tensors()))
+            update = await self._swap(engine, lease.manifest, tensors, began)
             del tensors
+            await self._beside(engine.weights.discard)
+            return update
         finally:
             await lease.release()
+
+    async def _swap(
+        self, engine: PolicyEngine, manifest: Manifest, tensors: dict[str, torch.Tensor], began: float
+    ) -> dict[str, Any]:
+        """Prepare, attest and swap a version.
+
+        A flip is attested before it is made: where that fails, the old weights stay live. A copy can be attested only
+        when the old weights are gone: the published tensors are checked before, and the engine ends if that fails.
+        """
+        weights, prepared = engine.weights, None
+
+        def check_before() -> None:
+            if weights.flips:
+                self._attest(engine, manifest, tensors, prepared)
+            else:
+                attest(manifest.version, manifest.digests(), tensors, tensors.items(), weights.plan.aliases)
+
+        async with self._agreeing(engine):  # then no rank will wait for another between two forward passes
+            prepared = await self._beside(lambda: engine.prepare(tensors))
+            pulled = time.perf_counter()
+            await self._beside(check_before)
+        assert prepared is not None
+        attested = time.perf_counter()
+        async with self._weights_lock:
+            report = await asyncio.wrap_future(engine.swap(manifest.version, prepared))
+            swapped = time.perf_counter()
+            try:
+                async with self._agreeing(engine):
+                    if weights.flips:
+                        weights.check_live(prepared)
+                    else:
+                        await self._beside(lambda: self._attest(engine, manifest, tensors))
+            except ForgeError as error:
+                await asyncio.to_thread(engine.condemn, error)
+                raise
         return {
             "version": report.version,
-            "digest": digest,
+            "digest": manifest.digest,
             "pause_ms": report.pause_ms,
             "in_flight": report.in_flight,
             "nbytes": report.nbytes,
             "pull_s": pulled - began,
-            "attest_s": time.perf_counter() - swapped,
+            "attest_s": attested - pulled + time.perf_counter() - swapped,
+            "swap": "flip" if weights.flips else "copy",
+            "layers": "packed" if prepared.packs else "live",
         }
 
-    def _attest(self, engine: PolicyEngine, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> str:
-        """Compare the live parameters with what was published; returns the version's digest.
+    @contextlib.asynccontextmanager
+    async def _agreeing(self, engine: PolicyEngine) -> AsyncIterator[None]:
+        """Weights that do not fit, or differ, are raised; with several ranks on all what any has found. Collective."""
+        own: ForgeError | None = None
+        try:
+            yield
+        except AGREED as error:
+            own = error
+            self._digest_mismatches += isinstance(error, DigestMismatchError)
+        outcomes = [own]
+        if engine.lockstep is not None:
+            outcomes = await asyncio.to_thread(engine.lockstep.gather, own)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
 
-        Where the engine's dtype differs from the published one, the published tensors are converted for the comparison.
+    async def _beside(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in a thread, beside generation; with a low priority where it is long."""
+        long = self._ready().weights.plan.nbytes > SHORT_WORK_BYTES
+        return await asyncio.get_running_loop().run_in_executor(self._background if long else None, work)
+
+    def _attest(
+        self,
+        engine: PolicyEngine,
+        manifest: Manifest,
+        published: dict[str, torch.Tensor],
+        prepared: Prepared | None = None,
+    ) -> None:
+        """Compare what the engine holds (``prepared`` or, if None, live) with what was published.
+
+        A rank of several has no whole tensors, which could be digested: their parts are compared.
+
+        Raises:
+            DigestMismatchError: naming the first tensor that differs.
         """
-        for name, tensor in tensors.items():
-            live = engine.plan.read(name)
-            same_dtype = tensor.dtype == live.dtype
-            expected = manifest.tensors[name].digest if same_dtype else tensor_digest(tensor.to(live.dtype))
-            found = tensor_digest(live)
-            if found != expected:
-                self._digest_mismatches += 1
-                raise DigestMismatchError(
-                    f"version {manifest.version}: {name} is live with digest {found}, published was {expected}"
-                )
-        return manifest.digest
+        weights = engine.weights
+        if engine.lockstep is None:
+            attest(manifest.version, manifest.digests(), published, weights.tensors(prepared), weights.plan.aliases)
+        else:
+            attest_parts(manifest.version, self._rank, weights.compare(published, prepared))
+
+
+def _lower_priority(nice: int) -> None:
+    """Of the calling thread alone, for good."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + nice, 19))
 
 
 def _end_process(error: BaseException) -> None:
@@ -317,4 +431,4 @@ def _end_process(error: BaseException) -> None:
 
 
 def _live_digests(engine: PolicyEngine) -> dict[str, str]:
-    return {name: tensor_digest(tensor) for name, tensor in engine.plan.read_all().items()}
+    return {name: digest(tensor) for name, tensor in engine.weights.tensors()}

@@ -66,6 +66,16 @@ class UpdateConfig:
     """What becomes of the running requests' keys and values in mode never_stop: ``keep`` goes on with those of the
     older weights, ``recompute`` computes them anew with the new weights (exact, and costs one prefill per running
     request). The other modes never mix keys and values."""
+    swap: str = "auto"
+    """How a new version becomes live. ``copy``: parameters are overwritten in place, between two forward passes.
+    ``flip``: a second set is filled beside generation and parameters are pointed at it: a pause of milliseconds for
+    twice the weights' memory; not with CUDA graphs. ``auto``: copy with CUDA graphs, else flip."""
+    layers: str = "auto"
+    """How CPU engines hold matrices. ``packed``: in the blocks that oneDNN's kernels read, which is faster, and dearer
+    to update. ``live``: as a checkpoint does. ``auto``: whichever costs less at the measured time between updates."""
+    pull_nice: int = 12
+    """Added to the nice value of the thread that prepares a new version. If it shares a core with a busy engine, 12
+    leaves it 6% of the core, 0 leaves it half: the new version is live sooner and tokens are slower meanwhile."""
     timeout_s: float = 300.0
     """A replica that has not taken a new version within this many seconds hangs: it is killed and respawned. In the
     modes drain and blocking the requests that run must end within it."""
@@ -80,6 +90,9 @@ class UpdateConfig:
             f"'keep', its default, with mode {self.mode!r}",
             "Only never_stop has a choice about keys and values.",
         )
+        require(self.swap in ("auto", "copy", "flip"), "swap", self.swap, "'auto', 'copy' or 'flip'")
+        require(self.layers in ("auto", "live", "packed"), "layers", self.layers, "'auto', 'live' or 'packed'")
+        require(0 <= self.pull_nice <= 19, "pull_nice", self.pull_nice, "0 to 19")
         require(self.timeout_s > 0, "timeout_s", self.timeout_s, "above 0 (seconds)")
 
     @property
@@ -92,7 +105,9 @@ class PolicyConfig:
     """One generator replica's engine, and how many replicas there are."""
 
     num_replicas: int = 1
-    """Engines, each in its own process; requests go to the least loaded."""
+    """Engines; requests go to the least loaded."""
+    tensor_parallel_size: int = 1
+    """Processes of each engine, over which vLLM splits every layer; divides the model's attention heads."""
     dtype: str = "float32"
     """Of weights, activations and KV cache: float32, bfloat16 or float16. On CPUs without AVX-512 or AMX bfloat16 is
     several times slower than float32."""
@@ -105,7 +120,7 @@ class PolicyConfig:
     block_size: int = 32
     """Tokens per KV-cache block: a prefix is shared between requests in whole blocks only."""
     kv_cache_gib: float = 1.0
-    """KV-cache memory per replica, GiB."""
+    """KV-cache memory per replica, GiB; its processes share it."""
     enforce_eager: bool | None = None
     """Run without compilation and CUDA graphs; None: eager on CPU, compiled on GPU."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -114,6 +129,7 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         require(self.num_replicas >= 1, "num_replicas", self.num_replicas, "at least 1")
+        require(self.tensor_parallel_size >= 1, "tensor_parallel_size", self.tensor_parallel_size, "at least 1")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         require(self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2")
         require(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "at least 1")
@@ -125,6 +141,13 @@ class PolicyConfig:
             "Every running request needs one token in each forward pass.",
         )
         require(self.block_size in (32, 64, 128), "block_size", self.block_size, "32, 64 or 128 (tokens)")
+        require(
+            self.enforce_eager is not False or self.update.swap != "flip",
+            "update.swap",
+            self.update.swap,
+            "'copy' or 'auto' with enforce_eager=false",
+            "CUDA graphs read parameters at fixed addresses.",
+        )
         require(self.kv_cache_gib > 0, "kv_cache_gib", self.kv_cache_gib, "greater than 0")
         require(
             self.sampling.max_tokens < self.max_model_len,

@@ -7,6 +7,9 @@
                                                                         └─ one forward pass; its tokens get the label
 ```
 
+With tensor parallelism every rank has such an engine, and those of the other ranks repeat what rank 0's does: see
+``lockstep.py``.
+
 One thread does everything to the engine, in this order, so that a forward pass never sees two versions and a token's
 label is the version whose weights computed it. When a swap is due, and what becomes of the requests that run, is the
 mode's (``updates.py``).
@@ -22,6 +25,7 @@ import collections
 import itertools
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -31,9 +35,11 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import torch
 
-from forge_async.errors import DataError, ForgeError
+from forge_async.errors import DataError, ForgeError, require
 from forge_async.policy import checkpoint, vllm_compat
 from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.policy.live_weights import LiveWeights, Prepared
+from forge_async.policy.lockstep import Command, Lockstep, LockstepBroken
 from forge_async.policy.request import Request, sampling_params
 from forge_async.policy.updates import UpdateRules
 from forge_async.policy.weight_plan import WeightMismatchError, WeightPlan
@@ -58,7 +64,7 @@ class SwapReport:
     in_flight: int
     """Requests that were running when it came."""
     nbytes: int
-    """Bytes copied."""
+    """Bytes of the version, as the model holds it."""
 
 
 @dataclass
@@ -98,8 +104,12 @@ class PolicyEngine:
         """Of the live weights; written by the engine thread only."""
         self.on_death: Callable[[BaseException], None] | None = None
         """Called in the engine thread, with the cause, when it has ended by an error after its start."""
+        self.on_announced: Callable[[int], Any] | None = None
+        """Called in the engine thread of ranks other than 0 with the version that rank 0 is about to swap in."""
         self.counters = EngineCounters()
-        self.plan: WeightPlan
+        self.lockstep: Lockstep | None = None
+        """Set by :meth:`start` where this is one of several tensor-parallel ranks."""
+        self.weights: LiveWeights
         """Set by :meth:`start`."""
         self._vocabulary = 0
         self._engine: LLMEngine
@@ -110,15 +120,19 @@ class PolicyEngine:
         """The caller's id -> request that vLLM has."""
         self._names: dict[str, Request] = {}
         """The caller's id -> request, waiting or active."""
-        self._swaps: collections.deque[tuple[int, Mapping[str, torch.Tensor], Future[SwapReport]]] = collections.deque()
+        self._swaps: collections.deque[tuple[int, Prepared, Future[SwapReport]]] = collections.deque()
         """Asked for and not due yet: the requests that run are ended first."""
         self._held_at = -1
         """Nothing is admitted while the live version is this one or an older one."""
         self._quiet: list[Future[None]] = []
         """Futures of :meth:`hold`."""
         self._failure: BaseException | None = None
+        self._condemned: BaseException | None = None
+        """Why :meth:`condemn` ended the engine."""
         self._stopped = False
         self._idle_since: float | None = None
+        self._sampled = 0
+        """Checksum of all sampled tokens: the same on every rank."""
         self._numbers = itertools.count()
         self._started: Future[dict[str, float]] = Future()
         self._thread = threading.Thread(target=self._main, name="policy-engine", daemon=True)
@@ -171,16 +185,23 @@ class PolicyEngine:
         """End a request early: its completion has the tokens so far, finish reason ``abort``. Unknown ids are fine."""
         self._post("abort", request_id)
 
-    def swap(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Future[SwapReport]:
-        """Make ``tensors`` (HF name -> full tensor) the live weights, labelled ``version``, between two forward passes.
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
+        """All of a swap to ``tensors`` (HF name -> full tensor) that can be done while the engine steps.
 
-        The tensors must stay valid until the future is done. Shapes are checked here, before anything is changed.
+        In any thread, one at a time. Raises WeightMismatchError where the tensors do not fit the model.
         """
-        self.plan.check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        return self.weights.prepare(tensors, self.counters.busy_s / max(self.counters.steps, 1))
+
+    def swap(self, version: int, weights: Prepared | Mapping[str, torch.Tensor]) -> Future[SwapReport]:
+        """Make ``weights`` live, labelled ``version``, between two forward passes.
+
+        Tensors by HF name are prepared first, in the calling thread. They must stay valid until the future is done.
+        """
+        prepared = weights if isinstance(weights, Prepared) else self.prepare(weights)
         if version < self.version:
             raise ForgeError(f"version {version} is older than the live one, {self.version}: versions never decrease")
         future: Future[SwapReport] = Future()
-        self._post("swap", (version, tensors, future))
+        self._post("swap", (version, prepared, future))
         return future
 
     def hold(self, version: int) -> Future[None]:
@@ -195,6 +216,11 @@ class PolicyEngine:
     def release(self) -> None:
         """End :meth:`hold` without a new version."""
         self._post("release", None)
+
+    def announce(self, version: int) -> None:
+        """Tell the other ranks to pull ``version`` and swap it as this one will."""
+        if self.lockstep is not None:
+            self._post("announce", version)
 
     def status(self) -> dict[str, Any]:
         """A snapshot of counters and queue lengths."""
@@ -221,6 +247,11 @@ class PolicyEngine:
             self._wake.notify()
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def condemn(self, cause: BaseException) -> None:
+        """End as :meth:`stop` does, because of ``cause``: requests running and to come fail with it."""
+        self._condemned = cause
+        self.stop()
 
     def _post(self, kind: str, payload: Any) -> None:
         with self._wake:
@@ -249,7 +280,7 @@ class PolicyEngine:
             if self.on_death is not None:
                 self.on_death(error)
         else:
-            self._fail(EngineDied("the engine was stopped"))
+            self._fail(self._condemned or EngineDied("the engine was stopped"))
 
     def _turn(self) -> None:
         """Swap if that is due, admit if that is allowed, and make a forward pass if there is a request to run."""
@@ -269,6 +300,10 @@ class PolicyEngine:
 
     def _build(self) -> dict[str, float]:
         config, began = self.config, time.perf_counter()
+        ranks = config.tensor_parallel_size
+        heads = checkpoint.read_config(self.model_path)["num_attention_heads"]
+        assert isinstance(heads, int)
+        require(heads % ranks == 0, "tensor_parallel_size", ranks, f"a divisor of num_attention_heads ({heads})")
         self._engine = vllm_compat.build_engine(
             model=self.model_path,
             dtype=config.dtype,
@@ -277,11 +312,22 @@ class PolicyEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,
-            kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
+            kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) // ranks,
+            tensor_parallel_size=ranks,
+            distributed_executor_backend="external_launcher" if ranks > 1 else None,
             seed=self.seed,
         )
+        if ranks > 1:
+            self.lockstep = Lockstep()
         built = time.perf_counter()
-        self.plan = build_plan(vllm_compat.model_of(self._engine), self.model_path)
+        model = vllm_compat.model_of(self._engine)
+        self.weights = LiveWeights(
+            model,
+            build_plan(model, self.model_path, whole=ranks == 1),
+            config.update,
+            compiled=not self._engine.model_config.enforce_eager,
+            rows=min(32, config.max_num_seqs),
+        )
         planned = time.perf_counter()
         self._vocabulary = self._engine.model_config.get_vocab_size()
         self._engine.set_weight_version(str(self.version))
@@ -301,19 +347,14 @@ class PolicyEngine:
 
     def _take_inbox(self) -> bool:
         """Take what was posted, waiting while there is no request to run; False when stopped."""
-        with self._wake:
-            runnable = self._active or self._swaps or (self._waiting and not self._held)
-            if not (self._inbox or self._stopped or runnable):
-                began = self._idle_since = time.perf_counter()
-                self._wake.wait_for(lambda: bool(self._inbox) or self._stopped)
-                self._idle_since = None
-                waited = time.perf_counter() - began
-                self.counters.idle_s += waited
-                self.counters.held_s += waited if self._waiting else 0.0
-            if self._stopped:
-                return False
-            posted = list(self._inbox)
-            self._inbox.clear()
+        if self.lockstep is not None and self.lockstep.rank > 0:
+            posted = self.lockstep.receive(self._own_swap, self._sampled)
+        else:
+            posted = self._await_inbox()
+            if self.lockstep is not None:
+                self.lockstep.send(posted, self._sampled)
+        if posted is None:
+            return False
         for kind, payload in posted:
             if kind == "submit":
                 self._accept(payload)
@@ -324,13 +365,46 @@ class PolicyEngine:
             elif kind == "hold":
                 self._held_at = max(self._held_at, payload[0])
                 self._quiet.append(payload[1])
-            else:
+            elif kind == "release":
                 self._held_at = -1
+            elif self.on_announced is not None:
+                self.on_announced(payload)
         return True
+
+    def _await_inbox(self) -> list[Command] | None:
+        """What was posted; waits while there is neither that nor a request to run. None when stopped."""
+        with self._wake:
+            if not (self._inbox or self._stopped or self._runnable):
+                began = self._idle_since = time.perf_counter()
+                self._wake.wait_for(lambda: bool(self._inbox) or self._stopped)
+                self._idle_since = None
+                waited = time.perf_counter() - began
+                self.counters.idle_s += waited
+                self.counters.held_s += waited if self._waiting else 0.0
+            if self._stopped:
+                return None
+            posted = list(self._inbox)
+            self._inbox.clear()
+        return posted
+
+    def _own_swap(self, version: int) -> Any:
+        """On ranks other than 0: this rank's own swap to ``version``, which the actor posts when it has pulled it."""
+        with self._wake:
+            self._wake.wait_for(lambda: bool(self._inbox) or self._stopped)
+            if self._inbox:
+                _, payload = self._inbox.popleft()
+                if payload[0] == version:
+                    return payload
+        raise LockstepBroken(f"rank 0 swaps to version {version}, which this rank does not have")
 
     @property
     def _rules(self) -> UpdateRules:
         return self.config.update.rules
+
+    @property
+    def _runnable(self) -> bool:
+        """There is something to do without a further command."""
+        return bool(self._active or self._swaps or (self._waiting and not self._held))
 
     @property
     def _held(self) -> bool:
@@ -339,9 +413,9 @@ class PolicyEngine:
     def _update(self) -> None:
         """Carry out the swaps that are due. Nobody cancels one that has begun: its tensors stay valid then."""
         while self._swaps and not (self._active and self._rules.drains):
-            version, tensors, future = self._swaps[0]
+            version, prepared, future = self._swaps[0]
             if future.set_running_or_notify_cancel():
-                self._swap(version, tensors, future)
+                self._swap(version, prepared, future)
             self._swaps.popleft()
 
     def _carry_over(self) -> None:
@@ -422,6 +496,7 @@ class PolicyEngine:
         request.logprobs += [position[token].logprob for token, position in zip(new, sample.logprobs, strict=True)]
         request.versions += [self.version] * len(new)
         request.kv_versions += [request.kv_version] * len(new)
+        self._sampled = zlib.crc32(np.asarray(new, dtype=np.int32).tobytes(), self._sampled)
         self.counters.generated_tokens += len(new)
 
     def _finish(self, request: Request, output: RequestOutput) -> None:
@@ -449,11 +524,11 @@ class PolicyEngine:
         self.counters.abort_requested += 1
         _fulfil(request.future, request.completion("abort"))
 
-    def _swap(self, version: int, tensors: Mapping[str, torch.Tensor], future: Future[SwapReport]) -> None:
+    def _swap(self, version: int, prepared: Prepared, future: Future[SwapReport]) -> None:
         """Weights and label change together; the update was checked before, so that nothing fails half-way."""
         began = time.perf_counter()
         previous = self.version
-        self.plan.apply(tensors)
+        self.weights.apply(prepared)
         self._engine.set_weight_version(str(version))
         self.version = version
         in_flight = len(self._active)
@@ -463,7 +538,7 @@ class PolicyEngine:
         self.counters.swaps_in_flight += in_flight > 0
         self.counters.swap_ms.append(pause * 1e3)
         self.counters.busy_s += pause
-        _fulfil(future, SwapReport(version, previous, pause * 1e3, in_flight, self.plan.nbytes))
+        _fulfil(future, SwapReport(version, previous, pause * 1e3, in_flight, self.weights.plan.nbytes))
 
     def _fail(self, error: BaseException) -> None:
         with self._wake:
@@ -502,9 +577,11 @@ def spans_of(versions: Sequence[int]) -> list[tuple[int, int, int]]:
     return spans
 
 
-def build_plan(model: torch.nn.Module, model_path: str | Path) -> WeightPlan:
+def build_plan(model: torch.nn.Module, model_path: str | Path, whole: bool = True) -> WeightPlan:
     """The weight plan of a vLLM ``model`` that was just loaded from ``model_path``, proved by reading it backwards.
 
+    Args:
+        whole: False on a tensor-parallel rank, which holds parts of the tensors: they are compared where it has them.
     Raises:
         WeightMismatchError: what the plan reads back is not what the checkpoint holds (a layout of this model, device
             or vLLM release that in-place copies would not serve).
@@ -518,8 +595,8 @@ def build_plan(model: torch.nn.Module, model_path: str | Path) -> WeightPlan:
     for name, tensor in checkpoint.tensors(model_path):
         if name not in plan.entries:
             continue
-        live = plan.read(name)
-        if not torch.equal(live, tensor.to(live.dtype).to(live.device)):
+        tensor = tensor.to(plan.entries[name].dtype).to(plan.device)
+        if not (torch.equal(plan.read(name), tensor) if whole else plan.holds(name, tensor)):
             raise WeightMismatchError(
                 f"{name}: the live parameters do not hold the checkpoint's values as loaded, so weights of this model "
                 "cannot be replaced in place here"

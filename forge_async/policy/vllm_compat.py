@@ -1,10 +1,10 @@
 """Everything private to vLLM 0.32.0 that the policy service touches.
 
-1. ``keep_parameters_live``: on CPU vLLM packs linear weights (oneDNN) and stacked experts at load time. Then parameters
-   are empty or permuted, and a later load is refused half-way (linear) or silently without effect (tied output layer,
-   experts). With the patches the forward pass reads the very parameters that ``load_weights`` fills, so that in-place
-   copies are new weights. Needed until vLLM can update packed weights;
-   ``tests/policy/test_engine.py::test_swapped_logprobs_equal_transformers`` covers it.
+1. ``keep_layers_exchangeable``: on CPU vLLM packs linear weights (oneDNN) and stacked experts at load, for good. Then
+   parameters are empty or permuted, and a later load is refused half-way (linear) or silently without effect (tied
+   output layer, experts). With the patches every layer computes with its parameter as loaded, or with a packed form
+   that can be exchanged between two forward passes, and read back bit by bit. Needed until vLLM can update packed
+   weights; ``tests/policy/test_engine.py::test_swapped_logprobs_equal_transformers`` covers it.
 2. ``model_of``: the model object inside an in-process engine.
 3. ``queued_requests`` and ``computed_tokens``: the scheduler's view of a request. vLLM does not tell when it has
    preempted one, and which version's keys and values it has afterwards depends on that.
@@ -41,11 +41,11 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def build_engine(live_parameters: bool = True, **engine_args: Any) -> LLMEngine:
+def build_engine(exchangeable: bool = True, **engine_args: Any) -> LLMEngine:
     """An in-process engine which schedules and executes one forward pass per ``step()``.
 
     Asynchronous scheduling is off: it would start the next pass before the last one's tokens are known, and a swap
-    between two steps would then mislabel tokens.
+    between two steps would then mislabel tokens. With ``exchangeable`` off, layers are as vLLM itself sets them up.
     """
     prepare_environment()
     from vllm import EngineArgs, LLMEngine
@@ -54,8 +54,8 @@ def build_engine(live_parameters: bool = True, **engine_args: Any) -> LLMEngine:
     on_cpu = current_platform.is_cpu()
     if on_cpu:
         allow_seeds_in_split_prefills()
-        if live_parameters:
-            keep_parameters_live()
+        if exchangeable:
+            keep_layers_exchangeable()
     if engine_args.get("enforce_eager") is None:
         engine_args["enforce_eager"] = on_cpu
     if not on_cpu:
@@ -90,17 +90,158 @@ def computed_tokens(engine: LLMEngine, internal_id: str) -> int:
     return int(_scheduler(engine).requests[internal_id].num_computed_tokens)
 
 
-def keep_parameters_live() -> None:
-    """Patch vLLM's CPU layers, before an engine is built, so that they compute with their parameters as loaded."""
+def keep_layers_exchangeable() -> None:
+    """Patch vLLM's CPU layers, before an engine is built: see the module's docstring. They start as loaded."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    def use_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = live_linear
+    def exchangeable(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = CpuLinear()
 
-    utils.dispatch_cpu_unquantized_gemm = use_parameter
-    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
-    CPUUnquantizedExperts.apply = _apply_live_experts
+    def keep(self: Any, layer: torch.nn.Module) -> None:
+        self.packed, self._use_zentorch = False, False
+
+    utils.dispatch_cpu_unquantized_gemm = exchangeable
+    CPUUnquantizedExperts.process_weights_after_loading = keep
+    if not hasattr(CPUUnquantizedExperts, "apply_packed"):
+        CPUUnquantizedExperts.apply_packed = CPUUnquantizedExperts.apply
+        CPUUnquantizedExperts.apply = _apply_experts
+
+
+class CpuLinear:
+    """A layer's product with its weight: the parameter as loaded, or a packed form of it."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self) -> None:
+        self.packed: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, I], weight [O, I] (not looked at where packed), bias [O] -> [T, O]."""
+        if self.packed is None:
+            return live_linear(x, weight, bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+
+
+ROWS_PACKED_FOR = 32
+"""oneDNN chooses the packed layout for this many rows; others work as well."""
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """``weight`` [O, I] in oneDNN's blocks, in new memory."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_PACKED_FOR)
+
+
+class PackedLinear:
+    """How one linear layer takes packed weights: oneDNN's blocked layout by torch's own operators.
+
+    These are as fast as vLLM's (the same kernels), and unlike them can be read back and called from several threads.
+    """
+
+    def __init__(self, layer: torch.nn.Module, shared: bool) -> None:
+        self.linear: CpuLinear = layer.cpu_linear  # type: ignore[assignment]
+        self.shared = shared
+        """The parameter is also looked up row by row (tied embeddings), so that it must stay beside the packed form."""
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """``weight`` [O, I] in oneDNN's blocks, in new memory."""
+        return pack(weight)
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """The weight that ``packed`` was made from, bit by bit."""
+        return packed.to_dense()
+
+    def install(self, parameter: torch.Tensor, dense: torch.Tensor | None, packed: torch.Tensor | None) -> None:
+        """Make the weights given the layer's own; ``dense`` may be None where packed ones serve alone."""
+        parameter.data = dense if dense is not None else torch.empty(0, dtype=parameter.dtype)
+        self.linear.packed = packed
+
+    def packed(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What is installed, while that is packed."""
+        assert self.linear.packed is not None
+        return self.linear.packed
+
+
+class PackedExperts:
+    """How stacked experts take packed weights: vLLM's own layout, which is a permutation within each expert."""
+
+    shared = False
+
+    def __init__(self, experts: Any, parameter: torch.Tensor) -> None:
+        self.experts = experts
+        self.shape = tuple(parameter.shape)
+        """[E, 2 I, H] (gate above up), or [E, H, I]."""
+        self._places: torch.Tensor | None = None
+        self._installed: torch.Tensor = parameter.data
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        from vllm._custom_ops import cpu_prepack_moe_weight
+
+        return cpu_prepack_moe_weight(weight, self.experts.isa)
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """The weight that ``packed`` was made from, bit by bit."""
+        experts = self.shape[0]
+        if self._places is None:  # pack the index of each element, in digits which every dtype holds exactly
+            index = torch.arange(packed[0].numel())
+            digits = [
+                self.pack((index >> shift & 255).to(packed.dtype).view(1, *self.shape[1:])).long().reshape(-1) << shift
+                for shift in (0, 8, 16, 24)
+            ]
+            self._places = torch.stack(digits).sum(0)
+        weight = torch.empty(experts, packed[0].numel(), dtype=packed.dtype)
+        weight[:, self._places] = packed.reshape(experts, -1)
+        return weight.view(self.shape)
+
+    def install(self, parameter: torch.Tensor, dense: torch.Tensor | None, packed: torch.Tensor | None) -> None:
+        """Make the weights given the layer's own."""
+        data = packed if packed is not None else dense
+        assert data is not None
+        parameter.data = self._installed = data
+        self.experts.packed = packed is not None
+
+    def packed(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What is installed, while that is packed."""
+        assert parameter.data_ptr() == self._installed.data_ptr()
+        return self._installed
+
+
+def packed_layers(model: torch.nn.Module) -> dict[str, PackedLinear | PackedExperts]:
+    """Parameter name -> how its layer takes packed weights, of a model built with exchangeable layers on CPU."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    head: Any = getattr(model, "lm_head", None)
+    found: dict[str, PackedLinear | PackedExperts] = {}
+    layers: list[Any] = list(model.modules())
+    for layer in layers:
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if experts is not None and hasattr(layer, "w13_weight") and not _pads(experts):
+            for parameter in (layer.w13_weight, layer.w2_weight):
+                found[names[id(parameter)]] = PackedExperts(experts, parameter)
+        elif isinstance(getattr(layer, "cpu_linear", None), CpuLinear) and (
+            isinstance(layer, LinearBase) or layer is head
+        ):
+            name = names[id(layer.weight)]
+            found[name] = PackedLinear(layer, shared=layer is head and name != "lm_head.weight")
+    return found
+
+
+def _pads(experts: Any) -> bool:
+    """Whether vLLM's kernel needs wider experts than the model has; those are left as loaded."""
+    return experts._padded_intermediate_size(experts.moe_config) != experts.moe_config.intermediate_size_per_partition
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this CPU's oneDNN packs matrices of ``dtype``; bfloat16 needs AVX-512 or AMX, for instance."""
+    weight = torch.eye(64, dtype=dtype)
+    try:
+        packed = pack(weight)
+        product = torch.ops.mkldnn._linear_pointwise(weight, packed, None, "none", [], "")
+    except (RuntimeError, AttributeError):
+        return False
+    return torch.equal(packed.to_dense(), weight) and torch.equal(product, weight)
 
 
 def allow_seeds_in_split_prefills() -> None:
@@ -133,6 +274,14 @@ def live_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     if bias is None and x.dim() == 2 and 2 <= x.shape[0] <= 64 and x.dtype == torch.float32:
         return torch.mm(weight, x.t()).t().contiguous()
     return functional.linear(x, weight, bias)
+
+
+def _apply_experts(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Of vLLM's class of experts: by its own kernel where the weights are packed for it."""
+    if self.packed:
+        self.apply_packed(*args, **kwargs)
+    else:
+        _apply_live_experts(self, *args, **kwargs)
 
 
 def _apply_live_experts(

@@ -12,6 +12,7 @@ checkpoint that was just loaded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +32,15 @@ class WeightMismatchError(ForgeError):
 
 @dataclass(frozen=True)
 class Piece:
-    """One copy: a strided part of a contiguous HF tensor to a view of a live parameter of the same shape."""
+    """One copy: a strided part of a contiguous HF tensor to an equally shaped part of a parameter."""
 
-    target: torch.Tensor
-    """A view into the live parameter."""
+    parameter: str
+    """Name of the parameter."""
+    shape: tuple[int, ...]
+    target_stride: tuple[int, ...]
+    """Of the part within the parameter, elements."""
+    target_offset: int
+    """Of the part's first element within the parameter, elements."""
     stride: tuple[int, ...]
     """Of the part within the HF tensor, elements."""
     offset: int
@@ -42,7 +48,15 @@ class Piece:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a contiguous HF ``tensor`` that this piece is about, as a view."""
-        return tensor.as_strided(self.target.shape, self.stride, tensor.storage_offset() + self.offset)
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+
+    def within(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The part of ``parameter``, laid out as the live one was at recording, as a view."""
+        return parameter.as_strided(self.shape, self.target_stride, parameter.storage_offset() + self.target_offset)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -57,15 +71,29 @@ class PlanEntry:
 
 
 class WeightPlan:
-    """HF name -> views of live parameters. Build it with :meth:`record`.
+    """HF name -> parts of parameters. Build it with :meth:`record`.
+
+    The plan holds names and strides, no memory: it serves the live parameters, which it knows, and any other set of
+    tensors of the same names and layouts (``of=``, ``into=``).
 
     ``aliases`` maps an HF name that shares another one's parameter (tied embeddings) to that other name. An update may
     or may not contain it; where it does, attestation shows whether it holds the same values.
     """
 
-    def __init__(self, entries: Mapping[str, PlanEntry], aliases: Mapping[str, str]) -> None:
+    def __init__(
+        self, entries: Mapping[str, PlanEntry], aliases: Mapping[str, str], parameters: Mapping[str, torch.Tensor]
+    ) -> None:
         self.entries = dict(entries)
         self.aliases = dict(aliases)
+        self.parameters = dict(parameters)
+        """The live parameters by name; their data may be exchanged for data of the same layout."""
+        self.writes: dict[str, list[tuple[str, Piece]]] = {name: [] for name in parameters}
+        """Parameter -> (HF name, piece) of everything that sets it."""
+        for entry in self.entries.values():
+            for piece in entry.pieces:
+                self.writes[piece.parameter].append((entry.name, piece))
+        self.names = list(dict.fromkeys(name for writes in self.writes.values() for name, _ in writes))
+        """HF names, those that share a parameter one after the other."""
 
     @classmethod
     def record(
@@ -86,7 +114,7 @@ class WeightPlan:
                 than copies from it, or leaves part of a parameter unset.
         """
         aliases = dict(aliases or {})
-        recorder = _CopyRecorder(parameters.values())
+        recorder = _CopyRecorder(parameters)
         entries: dict[str, PlanEntry] = {}
         for name, (shape, dtype) in layout.items():
             if name in aliases or NOT_A_WEIGHT in name:
@@ -103,9 +131,10 @@ class WeightPlan:
                 ) from error
             if not recorder.pieces:
                 raise WeightMismatchError(f"{name} {list(shape)}: the model has no parameter for it")
-            entries[name] = PlanEntry(name, tuple(shape), recorder.pieces[0].target.dtype, tuple(recorder.pieces))
+            live = parameters[recorder.pieces[0].parameter]
+            entries[name] = PlanEntry(name, tuple(shape), live.dtype, tuple(recorder.pieces))
         recorder.check_covered(parameters)
-        return cls(entries, aliases)
+        return cls(entries, aliases, parameters)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise :class:`WeightMismatchError` unless ``shapes`` (HF name -> shape) is a whole version of this model."""
@@ -124,33 +153,66 @@ class WeightPlan:
                     f"{name}: the update's shape is {list(shape)}, the generator's {list(entry.shape)}"
                 )
 
-    def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def apply(self, tensors: Mapping[str, torch.Tensor], into: Callable[[str], torch.Tensor] | None = None) -> None:
         """Copy a whole version into the live parameters, in place. Call :meth:`check` before.
 
-        Dtypes are converted where they differ.
+        Dtypes are converted where they differ. ``into`` gives other tensors, by parameter name, to be written instead.
         """
+        for parameter in self.writes:
+            self.write(parameter, tensors, self.parameters[parameter] if into is None else into(parameter))
+        self.wait_for_copies()
+
+    def write(self, parameter: str, tensors: Mapping[str, torch.Tensor], into: torch.Tensor) -> None:
+        """Copy what a version holds for one ``parameter`` to ``into``; on a GPU the copies are only started."""
         with torch.inference_mode():
-            for name, entry in self.entries.items():
+            for name, piece in self.writes[parameter]:
                 source = tensors[name]
                 if not source.is_contiguous():
                     source = source.contiguous()
-                for piece in entry.pieces:
-                    piece.target.copy_(piece.of(source), non_blocking=True)
-            if any(entry.pieces[0].target.is_cuda for entry in self.entries.values()):
-                torch.cuda.current_stream().synchronize()  # sources may be freed or reused from here on
+                piece.within(into).copy_(piece.of(source), non_blocking=True)
 
-    def read(self, name: str) -> torch.Tensor:
-        """The HF tensor ``name`` as the model holds it now: a view of the live parameter where that is possible."""
+    def wait_for_copies(self) -> None:
+        """Until copies started by the calling thread are done: sources may be freed or reused from here on."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    def read(self, name: str, of: Callable[[str], torch.Tensor] | None = None) -> torch.Tensor:
+        """The HF tensor ``name`` as the model holds it now: a view of the live parameter where that is possible.
+
+        ``of`` gives other tensors, by parameter name, to be read instead.
+        """
         entry = self.entries[self.aliases.get(name, name)]
+        held = self.parameters.__getitem__ if of is None else of
         with torch.inference_mode():
             if len(entry.pieces) == 1:
-                piece = entry.pieces[0]
-                if tuple(piece.target.shape) == entry.shape and piece.target.is_contiguous():
-                    return piece.target
-            full = torch.empty(entry.shape, dtype=entry.dtype, device=entry.pieces[0].target.device)
+                (piece,) = entry.pieces
+                target = piece.within(held(piece.parameter))
+                if piece.shape == entry.shape and target.is_contiguous():
+                    return target
+            full = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
             for piece in entry.pieces:
-                piece.of(full).copy_(piece.target)
+                piece.of(full).copy_(piece.within(held(piece.parameter)))
             return full
+
+    def holds(self, name: str, tensor: torch.Tensor, of: Callable[[str], torch.Tensor] | None = None) -> bool:
+        """Whether every part that the model holds of the HF tensor ``name`` equals ``tensor``'s, bit by bit.
+
+        On a tensor-parallel rank those are its slices, so that :meth:`read` has no whole tensor to return. ``of`` as
+        there.
+        """
+        entry = self.entries[self.aliases.get(name, name)]
+        held = self.parameters.__getitem__ if of is None else of
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[entry.dtype.itemsize]
+        source = tensor.to(entry.dtype).contiguous()
+        with torch.inference_mode():
+            return all(
+                torch.equal(piece.within(held(piece.parameter)).view(bits), piece.of(source).to(self.device).view(bits))
+                for piece in entry.pieces
+            )
 
     def read_all(self) -> dict[str, torch.Tensor]:
         """Every HF tensor as the model holds it now, aliases left out."""
@@ -159,7 +221,7 @@ class WeightPlan:
     @property
     def nbytes(self) -> int:
         """Bytes copied by one swap."""
-        return sum(piece.target.nbytes for entry in self.entries.values() for piece in entry.pieces)
+        return sum(piece.numel * entry.dtype.itemsize for entry in self.entries.values() for piece in entry.pieces)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -169,9 +231,10 @@ def _storage(tensor: torch.Tensor) -> int:
 class _CopyRecorder(TorchDispatchMode):
     """Notes copies from one source tensor into live parameters instead of carrying them out."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self.live = {_storage(parameter) for parameter in parameters}
+        self.live = {_storage(parameter): name for name, parameter in parameters.items()}
+        self.offsets = {name: parameter.storage_offset() for name, parameter in parameters.items()}
         self.written: dict[int, int] = dict.fromkeys(self.live, 0)
         """Storage -> elements that a copy or a fill of padding would set."""
         self.pieces: list[Piece] = []
@@ -191,7 +254,11 @@ class _CopyRecorder(TorchDispatchMode):
             assert self.source is not None
             if _storage(part) != _storage(self.source) or part.shape != target.shape or part.dtype != self.source.dtype:
                 raise WeightMismatchError("the model's loader transforms it before the copy, which cannot be replayed")
-            self.pieces.append(Piece(target.detach(), tuple(part.stride()), part.storage_offset()))
+            name = self.live[_storage(target)]
+            shape, offset = tuple(target.shape), target.storage_offset() - self.offsets[name]
+            self.pieces.append(
+                Piece(name, shape, tuple(target.stride()), offset, tuple(part.stride()), part.storage_offset())
+            )
         elif func not in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):  # fills pad the vocabulary
             raise WeightMismatchError(f"the model's loader changes a parameter by {func}, which cannot be replayed")
         self.written[_storage(target)] += target.numel()

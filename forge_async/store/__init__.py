@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from forge_async.store.config import StoreConfig
     from forge_async.store.digest import tensor_digest, version_digest
     from forge_async.store.errors import StoreError, VersionGone
-    from forge_async.store.layout import Manifest, PartManifest, TensorEntry, TensorShard
+    from forge_async.store.layout import FullTensor, Manifest, Part, TensorEntry, TensorShard
+    from forge_async.store.registry import Committed
     from forge_async.store.weight_store import Pulled, WeightStore
 
 _ROOMS = {
@@ -18,8 +19,10 @@ _ROOMS = {
     "version_digest": "digest",
     "StoreError": "errors",
     "VersionGone": "errors",
+    "Committed": "registry",
+    "FullTensor": "layout",
     "Manifest": "layout",
-    "PartManifest": "layout",
+    "Part": "layout",
     "TensorEntry": "layout",
     "TensorShard": "layout",
     "Pulled": "weight_store",
@@ -27,8 +30,10 @@ _ROOMS = {
 }
 
 __all__ = [
+    "Committed",
+    "FullTensor",
     "Manifest",
-    "PartManifest",
+    "Part",
     "Pulled",
     "StoreConfig",
     "StoreError",

@@ -11,6 +11,9 @@ from forge_async.errors import require
 class StoreConfig:
     """How weights travel from the trainer to the policy."""
 
+    dtype: str = "auto"
+    """What floating-point weights are published in: float32, bfloat16 or float16, cast once by the trainer; auto: the
+    ``policy.dtype`` of a run, and without a run the dtype they come in."""
     bucket_mib: int = 256
     """Largest packed buffer, MiB; a larger tensor gets a buffer of its own."""
     keep_versions: int = 2
@@ -22,6 +25,8 @@ class StoreConfig:
     """Seconds after which the hold of a reader that died ends; living readers renew theirs."""
 
     def __post_init__(self) -> None:
+        dtypes = ("auto", "float32", "bfloat16", "float16")
+        require(self.dtype in dtypes, "dtype", self.dtype, f"one of {', '.join(dtypes)}")
         require(self.bucket_mib >= 1, "bucket_mib", self.bucket_mib, "at least 1 (MiB)")
         require(self.keep_versions >= 1, "keep_versions", self.keep_versions, "at least 1")
         require(self.lease_ttl_s > 0, "lease_ttl_s", self.lease_ttl_s, "above 0 (seconds)")

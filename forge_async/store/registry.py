@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +20,17 @@ from monarch.actor import concurrent_endpoint
 
 from forge_async.mesh import ForgeActor
 from forge_async.store import torchstore_compat
+from forge_async.store.digest import pieces_digest
 from forge_async.store.errors import StoreError, VersionGone
 from forge_async.store.layout import (
     Manifest,
-    PartManifest,
+    Part,
     Piece,
     build_manifest,
     digest_of_pieces,
     group_pieces,
 )
-from forge_async.store.shared_memory import Segment, create_segment, destroy_segment
+from forge_async.store.shared_memory import Segment, attach, create_segment, destroy_segment
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +40,10 @@ class Grant:
     """The answer to ``begin``: where a rank may write its part."""
 
     attempt: str
+    keys: list[str]
+    """One per bucket: its torchstore key."""
     segments: list[Segment] | None
-    """One per bucket; None: the client shares no memory with the store."""
+    """One per bucket; None: the client shares no memory with the store and puts the buckets itself."""
     live_segments: list[str]
 
 
@@ -51,19 +56,62 @@ class Lease:
     live_segments: list[str]
 
 
+@dataclass(frozen=True)
+class Committed:
+    """The answer to ``finish``: a version that readers see."""
+
+    version: int
+    digest: str
+    nbytes: int
+
+
+Place = tuple[str, int]
+"""Where a full tensor lies: its bucket's key and the bytes from the bucket's start."""
+
+
+@dataclass
+class _Buckets:
+    """Room for a version, or for one rank's part of it."""
+
+    sizes: dict[str, int]
+    """Bytes by torchstore key."""
+    segments: list[Segment]
+    """One per bucket, none where the rank puts its buckets itself."""
+    put: asyncio.Future[Any] | None = None
+    """Done when torchstore has the segments' addresses."""
+
+
 @dataclass
 class _Part:
-    """Buckets a rank was granted for one version."""
+    """What one rank was granted, and has delivered, for one version."""
 
     attempt: str
-    keys: list[str]
-    segments: list[Segment]
+    own: _Buckets | None
+    """None: it writes to the buckets that all ranks have in common."""
+    pieces: list[Piece] = field(default_factory=list)
 
 
-@dataclass
 class _Version:
-    parts: dict[int, _Part] = field(default_factory=dict)
-    manifest: Manifest | None = None
+    def __init__(self) -> None:
+        self.parts: dict[int, _Part] = {}
+        self.common: _Buckets | None = None
+        self.outcomes: dict[int, str | None] = {}
+        """What went wrong, or None, of each rank that has finished."""
+        self.filled: Counter[Place] = Counter()
+        """Elements delivered of tensors that several ranks write to one place."""
+        self.digesting: list[asyncio.Future[dict[Place, str]]] = []
+        self.manifest: Manifest | None = None
+        self.settled: asyncio.Future[Committed] = asyncio.get_running_loop().create_future()
+        """What every rank's ``finish`` waits for."""
+        self.settled.add_done_callback(lambda future: future.exception())  # perhaps nobody waits
+
+    def fail(self, message: str) -> None:
+        if not self.settled.done():
+            self.settled.set_exception(StoreError(message))
+
+    def all_buckets(self) -> list[_Buckets]:
+        found = [part.own for part in self.parts.values()] + [self.common]
+        return [buckets for buckets in found if buckets is not None]
 
 
 class SegmentPool:
@@ -87,6 +135,11 @@ class SegmentPool:
     def give_back(self, segments: list[Segment]) -> None:
         for segment in segments:
             self.free.append(self.used.pop(segment.segment_id))
+
+    def give_up(self, segments: list[Segment]) -> None:
+        """Segments that somebody may still write to: never used again."""
+        for segment in segments:
+            destroy_segment(self.used.pop(segment.segment_id))
 
     def trim(self, limit_bytes: int) -> None:
         """Destroy free segments, oldest first, until they hold at most ``limit_bytes``."""
@@ -121,6 +174,8 @@ class Registry(ForgeActor):
         self._pool = SegmentPool()
         self._committed = asyncio.Condition()
         self._collecting = asyncio.Lock()
+        self._collection: asyncio.Future[None] | None = None
+        """The newest clean-up, which runs beside what nobody should wait for it."""
         self._token = os.urandom(32)
         self._probe = create_segment(4096)
         os.pwrite(self._probe.descriptor, self._token, 0)
@@ -131,34 +186,93 @@ class Registry(ForgeActor):
         return self._probe, self._token
 
     @concurrent_endpoint
-    async def begin(self, version: int, rank: int, sizes: list[int], shares_memory: bool) -> Grant:
-        """Room for the buckets of one rank's part; a part granted before for the same version and rank is void."""
+    async def begin(self, version: int, rank: int, sizes: list[int], shares_memory: bool, common: bool) -> Grant:
+        """Room for the buckets of one rank's part; with ``common``, all ranks get the same buckets.
+
+        A rank that was granted room for this version before starts it over, and so does the first one after a failure:
+        what any rank has put for it is void.
+        """
+        await self._collected()  # its segments can be used again
         entry = self._versions.get(version)
-        former = entry.parts.pop(rank, None) if entry is not None and entry.manifest is None else None
-        if former is not None:
-            await self._discard([former])
+        if entry is not None and entry.manifest is None and (rank in entry.parts or entry.settled.done()):
+            del self._versions[version]
+            entry.fail(f"version {version}: the part of rank {rank} was put again since")
+            await self._discard(entry)
         if self._latest is not None and version <= self._latest:
             raise StoreError(f"version {version} cannot be written: version {self._latest} is committed already")
         entry = self._versions.setdefault(version, _Version())
         attempt = f"{next(self._attempts)}"
-        segments = [self._pool.take(nbytes) for nbytes in sizes] if shares_memory else []
-        keys = [bucket_key(version, rank, attempt, index) for index in range(len(sizes))]
-        entry.parts[rank] = _Part(attempt, keys, segments)
-        return Grant(attempt, segments if shares_memory else None, self._pool.live())
+        own: _Buckets | None = None
+        if not common:
+            buckets = own = self._room(version, f"rank{rank}", attempt, sizes, shares_memory)
+        elif entry.common is None:
+            buckets = entry.common = self._room(version, "all", attempt, sizes, shares_memory)
+        else:
+            buckets = entry.common
+            if list(buckets.sizes.values()) != sizes:
+                raise StoreError(
+                    f"version {version}: rank {rank} has buckets of {sizes} bytes, another rank of "
+                    f"{list(buckets.sizes.values())}; all ranks must pass the same layout"
+                )
+        entry.parts[rank] = _Part(attempt, own)
+        return Grant(attempt, list(buckets.sizes), buckets.segments if shares_memory else None, self._pool.live())
 
     @concurrent_endpoint
-    async def commit(self, version: int, parts: list[PartManifest]) -> Manifest:
-        """Check that the parts make whole tensors, digest those that no rank had whole, and show the version."""
-        self._check_parts(version, parts)
-        pieces = group_pieces(parts)
-        manifest = build_manifest(version, parts, await self._digests(pieces))
-        entry = self._check_parts(version, parts)  # again: others were served meanwhile
-        entry.manifest = manifest
-        self._latest = version
-        async with self._committed:
-            self._committed.notify_all()
-        await self._collect()
-        return manifest
+    async def deliver(self, version: int, rank: int, attempt: str, pieces: list[Piece]) -> None:
+        """Pieces that are written. Tensors that are complete by them are digested here, beside further writing."""
+        entry, part = self._granted(version, rank, attempt)
+        part.pieces += pieces
+        memory = self._memory_of(entry)
+        complete = []
+        for piece in pieces:
+            if piece.digest is not None or piece.bucket not in memory:
+                continue
+            if not piece.is_whole:
+                place = (piece.bucket, piece.start)
+                entry.filled[place] += piece.numel if piece.in_full else 0
+                if entry.filled[place] != math.prod(piece.global_shape):
+                    continue
+            complete.append(piece)
+
+        def compute() -> dict[Place, str]:
+            found = {}
+            for piece in complete:
+                dtype, shape = getattr(torch, piece.dtype), piece.global_shape
+                digest = pieces_digest(dtype, shape, [piece.full_view(memory[piece.bucket])])
+                found[piece.bucket, piece.start] = digest
+            return found
+
+        if complete:
+            entry.digesting.append(asyncio.ensure_future(asyncio.to_thread(compute)))
+
+    @concurrent_endpoint
+    async def finish(self, version: int, rank: int, ranks: int, attempt: str | None, failure: str | None) -> Committed:
+        """End one rank's part (``failure``: why there is none). When all ``ranks`` have ended theirs, the version is
+        committed; returns, or raises, the same for all of them."""
+        if attempt is not None:
+            entry, _ = self._granted(version, rank, attempt)
+        elif self._latest is not None and version <= self._latest:
+            raise StoreError(f"version {version} cannot be written: version {self._latest} is committed already")
+        else:
+            entry = self._versions.setdefault(version, _Version())
+        entry.outcomes[rank] = failure
+        if failure is not None:
+            entry.fail(f"version {version} was not committed: rank {rank}: {failure}")
+        elif len(entry.outcomes) == ranks and not entry.settled.done():
+            parts = [Part(version, other, part.attempt) for other, part in sorted(entry.parts.items())]
+            try:
+                manifest = await self._commit(version, parts)
+            except Exception as error:
+                entry.fail(str(error))
+                raise
+            if not entry.settled.done():
+                entry.settled.set_result(Committed(version, manifest.digest, manifest.nbytes))
+        return await asyncio.shield(entry.settled)
+
+    @concurrent_endpoint
+    async def commit(self, version: int, parts: list[Part]) -> Manifest:
+        """Check that the parts make whole tensors, digest those that are not yet, and show the version."""
+        return await self._commit(version, parts)
 
     @concurrent_endpoint
     async def latest(self) -> int | None:
@@ -202,12 +316,13 @@ class Registry(ForgeActor):
     async def release(self, lease_id: int) -> bool:
         """End a lease; False when it had ended before, so that what was read may be torn."""
         held = self._leases.pop(lease_id, None) is not None
-        await self._collect()
+        self._collection = asyncio.ensure_future(self._collect())
         return held
 
     @concurrent_endpoint
     async def stats(self) -> dict[str, Any]:
         """``versions`` (committed, ascending), ``pending``, ``leases``, ``segments``, ``segment_bytes``."""
+        await self._collected()
         return {
             "versions": sorted(number for number, known in self._versions.items() if known.manifest is not None),
             "pending": sorted(number for number, known in self._versions.items() if known.manifest is None),
@@ -216,14 +331,37 @@ class Registry(ForgeActor):
             "segment_bytes": self._pool.nbytes,
         }
 
-    def _check_parts(self, version: int, parts: list[PartManifest]) -> _Version:
+    def _granted(self, version: int, rank: int, attempt: str) -> tuple[_Version, _Part]:
+        entry = self._versions.get(version)
+        part = entry.parts.get(rank) if entry is not None else None
+        if entry is None or part is None or part.attempt != attempt or entry.manifest is not None:
+            raise StoreError(f"version {version}: the part of rank {rank} was put again since, or is out of date")
+        return entry, part
+
+    def _room(self, version: int, owner: str, attempt: str, sizes: list[int], shares_memory: bool) -> _Buckets:
+        keys = [bucket_key(version, owner, attempt, index) for index in range(len(sizes))]
+        if not shares_memory:
+            return _Buckets(dict(zip(keys, sizes, strict=True)), [])
+        segments = [self._pool.take(nbytes) for nbytes in sizes]
+        buckets = _Buckets(dict(zip(keys, sizes, strict=True)), segments)
+        buckets.put = asyncio.ensure_future(self._put_addresses(buckets))
+        return buckets
+
+    async def _put_addresses(self, buckets: _Buckets) -> None:
+        """Hand torchstore the segments, whose contents are written meanwhile."""
+        client = await torchstore_compat.client(self._store_name)
+        with torchstore_compat.segment_transport():
+            for (key, nbytes), segment in zip(buckets.sizes.items(), buckets.segments, strict=True):
+                await client.put(key, attach(segment)[:nbytes])
+
+    def _check_parts(self, version: int, parts: list[Part]) -> _Version:
         refused = f"version {version} cannot be committed: "
         entry = self._versions.get(version)
         if entry is not None and entry.manifest is not None:
             raise StoreError(refused + "it is already")
         if self._latest is not None and version <= self._latest:
             raise StoreError(refused + f"version {self._latest} is newer")
-        if entry is None or not any(part.pieces for part in parts):
+        if entry is None:
             raise StoreError(refused + "nothing was put")
         for part in parts:
             granted = entry.parts.get(part.rank)
@@ -233,20 +371,55 @@ class Registry(ForgeActor):
                 )
         return entry
 
-    async def _digests(self, pieces: dict[str, list[Piece]]) -> dict[str, str]:
-        split = {name: own for name, own in pieces.items() if own[0].digest is None}
-        buckets: dict[str, torch.Tensor] = {}
-        with torchstore_compat.segment_transport(shares_memory=True):
+    async def _commit(self, version: int, parts: list[Part]) -> Manifest:
+        entry = self._check_parts(version, parts)
+        pieces = group_pieces(piece for part in parts for piece in entry.parts[part.rank].pieces)
+        if not pieces:
+            raise StoreError(f"version {version} cannot be committed: nothing was put")
+        granted = entry.all_buckets()
+        await asyncio.gather(*(buckets.put for buckets in granted if buckets.put is not None))
+        digests = await self._digests(entry, pieces)
+        sizes = {key: nbytes for buckets in granted for key, nbytes in buckets.sizes.items()}
+        used = {piece.bucket for own in pieces.values() for piece in own}
+        manifest = build_manifest(version, pieces, {key: sizes[key] for key in sizes if key in used}, digests)
+        entry = self._check_parts(version, parts)  # again: others were served meanwhile
+        entry.manifest = manifest
+        self._latest = version
+        async with self._committed:
+            self._committed.notify_all()
+        self._collection = asyncio.ensure_future(self._collect())
+        return manifest
+
+    def _memory_of(self, entry: _Version) -> dict[str, torch.Tensor]:
+        """Buckets in this process's memory, by key."""
+        return {
+            key: attach(segment)
+            for buckets in entry.all_buckets()
+            for key, segment in zip(buckets.sizes, buckets.segments, strict=False)
+        }
+
+    async def _digests(self, entry: _Version, pieces: dict[str, list[Piece]]) -> dict[str, str]:
+        """Each tensor's digest: its writer's, one computed at delivery, or else computed now."""
+        known: dict[Place, str] = {}
+        for computed in await asyncio.gather(*entry.digesting):
+            known |= computed
+        digests = {name: own[0].digest or known.get((own[0].bucket, own[0].start)) for name, own in pieces.items()}
+        missing = {name: own for name, own in pieces.items() if digests[name] is None}
+        memory = self._memory_of(entry)
+        with torchstore_compat.segment_transport():
             client = await torchstore_compat.client(self._store_name)
-            for own in split.values():
-                for piece in own:
-                    if piece.bucket not in buckets:
-                        buckets[piece.bucket] = await client.get(piece.bucket)
+            for key in {piece.bucket for own in missing.values() for piece in own} - memory.keys():
+                memory[key] = await client.get(key)
 
         def compute() -> dict[str, str]:
-            return {name: digest_of_pieces(own, buckets) for name, own in split.items()}
+            return {name: digest_of_pieces(own, memory) for name, own in missing.items()}
 
-        return {name: own[0].digest or "" for name, own in pieces.items()} | await asyncio.to_thread(compute)
+        computed_now = await asyncio.to_thread(compute) if missing else {}
+        return {name: digest for name, digest in digests.items() if digest is not None} | computed_now
+
+    async def _collected(self) -> None:
+        if self._collection is not None:
+            await asyncio.shield(self._collection)
 
     async def _collect(self) -> None:
         """Delete what nobody needs: old committed versions without a lease, and parts that were never committed."""
@@ -263,20 +436,29 @@ class Registry(ForgeActor):
             stale = [number for number in self._versions if number <= latest and number not in kept]
             gone = [self._versions.pop(number) for number in stale]
             for entry in gone:
-                await self._discard(list(entry.parts.values()))
+                entry.fail(f"version {latest} was committed meanwhile")
+                await self._discard(entry)
             if gone and latest in self._versions:
                 newest = self._versions[latest].manifest
                 self._pool.trim(2 * newest.nbytes if newest is not None else 0)
 
-    async def _discard(self, parts: list[_Part]) -> None:
+    async def _discard(self, entry: _Version) -> None:
+        """Delete a version's buckets. Segments of one that was committed are free; of another, a rank may be writing
+        still."""
         client = await torchstore_compat.client(self._store_name)
-        for part in parts:
-            for key in part.keys:
+        for buckets in entry.all_buckets():
+            if buckets.put is not None:
+                await asyncio.wait({buckets.put})
+            for key in buckets.sizes:
                 if await client.exists(key):
                     await client.delete(key)
-            self._pool.give_back(part.segments)
+            if entry.manifest is not None:
+                self._pool.give_back(buckets.segments)
+            else:
+                await asyncio.gather(*entry.digesting, return_exceptions=True)
+                self._pool.give_up(buckets.segments)
 
 
-def bucket_key(version: int, rank: int, attempt: str, index: int) -> str:
+def bucket_key(version: int, owner: str, attempt: str, index: int) -> str:
     """A torchstore key, new for every put: a key put twice with another layout is poisoned."""
-    return f"v{version}/r{rank}/a{attempt}/b{index}"
+    return f"v{version}/{owner}/a{attempt}/b{index}"

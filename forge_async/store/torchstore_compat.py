@@ -3,8 +3,8 @@
 - ``AsyncController``: torchstore's controller mixes sync and async endpoints, which Monarch 0.7 refuses; the sync ones
   are declared again as async.
 - ``SegmentTransportBuffer``: torchstore's transports on CPU send tensors through Monarch's RPC, at about 0.1 GB/s. This
-  one sends the address of a shared-memory segment where both ends are on one host, else the tensor as before. It plugs
-  in at ``Pipe.create_transport_buffer``, the only place where torchstore chooses a transport.
+  one sends the address of a shared-memory segment where both ends are on one host. It plugs in at
+  ``Pipe.create_transport_buffer``, the only place where torchstore chooses a transport.
 - ``HYPERACTOR_CODEC_MAX_FRAME_LENGTH``: torchstore sets it at import, with a printed warning, where it is not set;
   here it is set to the same value before.
 
@@ -63,12 +63,12 @@ class AsyncController(Controller):
 
 
 class SegmentTransportBuffer(TransportBuffer):
-    """Carries a tensor to or from the volume: by address where the client shares memory with it, else whole."""
+    """For a client that shares memory with the volume: carries the address of a tensor that lies in a segment, and any
+    other tensor whole."""
 
     finalize = True
 
-    def __init__(self, shares_memory: bool) -> None:
-        self.shares_memory = shares_memory
+    def __init__(self) -> None:
         self.view: SegmentView | None = None
         self.tensor: torch.Tensor | None = None
 
@@ -78,7 +78,7 @@ class SegmentTransportBuffer(TransportBuffer):
     async def write_from(self, tensor: torch.Tensor | None) -> None:
         """Sender: take the address of ``tensor``, or the tensor itself."""
         if tensor is not None:
-            self.view = describe(tensor) if self.shares_memory else None
+            self.view = describe(tensor)
             self.tensor = tensor if self.view is None else None
 
     async def read_into(self, tensor: torch.Tensor | None = None) -> Any:
@@ -94,18 +94,17 @@ class SegmentTransportBuffer(TransportBuffer):
         self.tensor = getattr(other_buffer, "tensor", None)
 
 
-_shares_memory: ContextVar[bool | None] = ContextVar("forge_async_shares_memory", default=None)
+_shares_memory: ContextVar[bool] = ContextVar("forge_async_shares_memory", default=False)
 _stock_transport = Pipe.create_transport_buffer
 
 
 def _create_transport_buffer(pipe: Pipe) -> TransportBuffer:
-    shares_memory = _shares_memory.get()
-    return _stock_transport(pipe) if shares_memory is None else SegmentTransportBuffer(shares_memory)
+    return SegmentTransportBuffer() if _shares_memory.get() else _stock_transport(pipe)
 
 
 @contextlib.contextmanager
-def segment_transport(shares_memory: bool) -> Iterator[None]:
-    """Puts and gets of this task go through :class:`SegmentTransportBuffer`."""
+def segment_transport(shares_memory: bool = True) -> Iterator[None]:
+    """Puts and gets of this task go through :class:`SegmentTransportBuffer`; torchstore's own choice otherwise."""
     token = _shares_memory.set(shares_memory)
     try:
         yield

@@ -1,7 +1,7 @@
 """The weight store: a trainer publishes versions, policy replicas pull them.
 
-A version is a few packed buckets per trainer rank and a manifest. It becomes visible as a whole, when rank 0 commits it
-after every rank has put its part; readers hold it by a lease.
+A version is a few packed buckets and a manifest. It becomes visible as a whole, when every rank has put its part;
+readers hold it by a lease.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,20 +19,37 @@ import torch
 from monarch.actor import ActorError
 
 from forge_async.errors import ForgeError
-from forge_async.mesh import ActorHandle, current_runtime
+from forge_async.mesh import ActorDied, ActorHandle, current_runtime
 from forge_async.mesh.actor import translate
 from forge_async.mesh.monarch_compat import SupervisionError
 from forge_async.store import torchstore_compat
 from forge_async.store.config import StoreConfig
 from forge_async.store.digest import tensor_digest
 from forge_async.store.errors import StoreError
-from forge_async.store.layout import Manifest, PartManifest, Piece, TensorShard, assemble, plan_buckets
-from forge_async.store.registry import Lease, Registry, bucket_key
+from forge_async.store.layout import (
+    FullTensor,
+    Manifest,
+    Part,
+    Piece,
+    Ranges,
+    Slot,
+    TensorShard,
+    assemble,
+    lies_in_full,
+    narrow,
+    overlap,
+    plan_buckets,
+    ranges_of,
+)
+from forge_async.store.registry import Committed, Grant, Lease, Registry
 from forge_async.store.shared_memory import Segment, attach, forget_segments
 
 _store_numbers = itertools.count()
 _reachable: dict[str, bool] = {}
 """Whether this process shares memory with a store, by store name."""
+
+DELIVERIES = 8
+"""Messages in which a rank reports what it has written: the store digests the first while it writes the last."""
 
 POLL_S = 10.0
 """Seconds one ``wait_for_newer`` request waits in the store before it is asked again."""
@@ -71,41 +89,116 @@ class WeightStore:
         """The handle without the controller's rights (it cannot close the store)."""
         return WeightStore(self.config, self.name, self._registry, self._probe, self._token)
 
-    async def put_part(self, version: int, rank: int, tensors: Sequence[TensorShard]) -> PartManifest:
-        """Write one rank's shards of ``version``; invisible until committed.
+    async def publish(
+        self,
+        version: int,
+        rank: int,
+        ranks: int,
+        tensors: Sequence[TensorShard],
+        layout: Sequence[FullTensor] | None = None,
+        copied: threading.Event | None = None,
+    ) -> Committed:
+        """One rank's share of publishing ``version``: put its part, wait for the others', commit.
 
-        The tensors are copied: they may change once this has returned. Replicated tensors come from one rank only;
-        shards of no element are skipped. If cancelled, it ends when the copy at hand has ended.
+        Every one of ``ranks`` calls it, in any order and at its own pace. If one of them fails, nothing is committed
+        and all raise. The other arguments are those of :meth:`put_part`.
 
         Raises:
-            StoreError: the version is committed already.
+            StoreError: naming the rank that failed with its cause, or the tensor that the parts do not cover exactly.
         """
+        attempt, failure = None, None
+        try:
+            attempt = (await self.put_part(version, rank, tensors, layout, copied)).attempt
+        except ActorDied:
+            raise  # the store's process: there is nobody to tell the others
+        except Exception as error:  # told to the other ranks, which wait for this one's part
+            failure = str(error) if isinstance(error, ForgeError) else repr(error)
+        committed: Committed = await self._request("finish", version, rank, ranks, attempt, failure)
+        return committed
+
+    async def put_part(
+        self,
+        version: int,
+        rank: int,
+        tensors: Sequence[TensorShard],
+        layout: Sequence[FullTensor] | None = None,
+        copied: threading.Event | None = None,
+    ) -> Part:
+        """Write one rank's shards of ``version``; invisible until committed.
+
+        Floating-point tensors are cast to ``store.dtype`` on the way. The tensors may change once ``copied`` is set, or
+        this has returned, however it ended. Replicated tensors come from one rank only; shards of no element are
+        skipped. If cancelled, it ends when the copy at hand has ended.
+
+        Args:
+            tensors: this rank's shards. On CUDA they must be complete: see ``torch.cuda.synchronize``.
+            layout: every tensor of the version in full, the same on every rank. With it, ranks that share memory with
+                the store write to common buckets, where each full tensor lies in one piece. Without it, every rank has
+                buckets of its own, and readers put tensors in shards together.
+            copied: set when the tensors are no longer read.
+        Raises:
+            StoreError: the version is committed already, or a shard does not fit ``layout``.
+        """
+        try:
+            return await self._put_part(version, rank, tensors, layout, copied)
+        finally:
+            if copied is not None:
+                copied.set()
+
+    async def _put_part(
+        self,
+        version: int,
+        rank: int,
+        tensors: Sequence[TensorShard],
+        layout: Sequence[FullTensor] | None,
+        copied: threading.Event | None,
+    ) -> Part:
         shards = [shard for shard in tensors if shard.tensor.numel()]
-        slots, sizes = plan_buckets([shard.tensor.nbytes for shard in shards], self.config.bucket_mib << 20)
         shares_memory = self._shares_memory()
-        grant = await self._request("begin", version, rank, sizes, shares_memory)
+        common = layout is not None and shares_memory
+        whole = layout if layout is not None and common else [self._as_full(shard) for shard in shards]
+        nbytes = [full._replace(dtype=self._published_dtype(full.dtype)).nbytes for full in whole]
+        slots, sizes = plan_buckets(nbytes, self.config.bucket_mib << 20)
+        grant: Grant = await self._request("begin", version, rank, sizes, shares_memory, common)
         forget_segments(grant.live_segments)
-        keys = [bucket_key(version, rank, grant.attempt, index) for index in range(len(sizes))]
+        if grant.segments is not None:
+            buckets = [attach(segment)[:size] for segment, size in zip(grant.segments, sizes, strict=True)]
+        else:
+            buckets = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        if layout is not None and common:
+            places = {full.name: (full, slot) for full, slot in zip(layout, slots, strict=True)}
+            slots = [place_of(shard, places) for shard in shards]
+        pieces = [
+            self._piece(shard, grant.keys[slot.bucket], slot.start, common)
+            for shard, slot in zip(shards, slots, strict=True)
+        ]
+        memory = dict(zip(grant.keys, buckets, strict=True))
+        deliveries: list[asyncio.Future[None]] = []
 
-        def pack() -> tuple[list[torch.Tensor], list[Piece]]:
-            if grant.segments is None:
-                buckets = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in sizes]
-            else:
-                buckets = [attach(segment)[:nbytes] for segment, nbytes in zip(grant.segments, sizes, strict=True)]
-            pieces = [
-                write_shard(shard, keys[slot.bucket], slot.start, buckets[slot.bucket])
-                for shard, slot in zip(shards, slots, strict=True)
-            ]
-            return buckets, pieces
+        async def deliver(written: list[Piece]) -> None:
+            await self._request("deliver", version, rank, grant.attempt, written)
 
-        buckets, pieces = await finish_in_thread(pack)
-        with torchstore_compat.segment_transport(shares_memory):
-            client = await torchstore_compat.client(self.name)
-            for key, bucket in zip(keys, buckets, strict=True):
-                await client.put(key, bucket)
-        return PartManifest(version, rank, grant.attempt, dict(zip(keys, sizes, strict=True)), tuple(pieces))
+        try:
+            for first, last in even_runs([piece.numel for piece in pieces], DELIVERIES):
+                run, sources = pieces[first:last], shards[first:last]
+                await finish_in_thread(lambda run=run, sources=sources: write_shards(run, sources, memory))
+                if shares_memory:
+                    deliveries.append(asyncio.ensure_future(deliver(run)))
+            if copied is not None:
+                copied.set()
+            if not shares_memory:
+                pieces = await asyncio.to_thread(digest_whole, pieces, memory)
+                client = await torchstore_compat.client(self.name)
+                for key, bucket in memory.items():
+                    await client.put(key, bucket)
+                await deliver(pieces)
+            await asyncio.gather(*deliveries)
+        finally:
+            for delivery in deliveries:
+                delivery.cancel()  # nothing to those that are done
+        return Part(version, rank, grant.attempt)
 
-    async def commit(self, version: int, parts: Sequence[PartManifest]) -> Manifest:
+    async def commit(self, version: int, parts: Sequence[Part]) -> Manifest:
         """Make ``version`` visible: all ranks' parts, checked to cover each tensor exactly.
 
         Raises:
@@ -126,9 +219,12 @@ class WeightStore:
             if newest is not None:
                 return newest
 
-    async def acquire(self, version: int | None = None) -> Pulled:
+    async def acquire(self, version: int | None = None, regions: Mapping[str, Ranges | None] | None = None) -> Pulled:
         """Pull ``version`` (None: the newest) and hold it until :meth:`Pulled.release`.
 
+        Args:
+            regions: what the reader needs, by HF name: a region, or None for the full tensor. On the store's host that
+                makes no difference, since nothing is copied; elsewhere only the buckets that hold it are fetched.
         Raises:
             VersionGone: it was deleted, or never committed.
         """
@@ -136,10 +232,11 @@ class WeightStore:
         pulled = Pulled(self, lease)
         try:
             forget_segments(lease.live_segments)
+            keys = lease.manifest.buckets_of(regions)
             with torchstore_compat.segment_transport(self._shares_memory()):
                 client = await torchstore_compat.client(self.name)
-                for key in lease.manifest.buckets:
-                    pulled._buckets[key] = await client.get(key)
+                found = await asyncio.gather(*(client.get(key) for key in keys))
+            pulled._buckets.update(zip(keys, found, strict=True))
         except BaseException:
             await pulled.release()
             raise
@@ -187,6 +284,20 @@ class WeightStore:
             )
         return _reachable[self.name]
 
+    def _published_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if self.config.dtype == "auto" or not dtype.is_floating_point:
+            return dtype
+        published: torch.dtype = getattr(torch, self.config.dtype)
+        return published
+
+    def _as_full(self, shard: TensorShard) -> FullTensor:
+        return FullTensor(shard.name, shard.tensor.dtype, shard.part_shape)
+
+    def _piece(self, shard: TensorShard, key: str, start: int, in_full: bool) -> Piece:
+        dtype = str(self._published_dtype(shard.tensor.dtype)).removeprefix("torch.")
+        shape, offsets = tuple(shard.global_shape), tuple(shard.offsets)
+        return Piece(shard.name, dtype, shape, offsets, shard.part_shape, key, start, in_full)
+
     async def _request(self, name: str, *args: Any) -> Any:
         if self._handle is not None:
             return await self._handle.call_one(name, *args)
@@ -215,12 +326,30 @@ class Pulled:
         await self.release()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One full tensor by HF name: a view where one rank published it whole, else assembled."""
+        """One full tensor by HF name: a view where it lies in one piece, else assembled."""
         self._check()
         pieces = self.manifest.tensors[name].pieces
-        if pieces[0].is_whole:
-            return pieces[0].view(self._buckets[pieces[0].bucket])
+        if lies_in_full(pieces):
+            return pieces[0].full_view(self._buckets[pieces[0].bucket])
         return assemble(pieces, self._buckets)
+
+    def region(self, name: str, ranges: Ranges) -> torch.Tensor:
+        """Part of a tensor, [start, end) per dimension: a view where one piece holds all of it, else assembled from
+        those that hold some of it."""
+        self._check()
+        pieces = self.manifest.tensors[name].pieces
+        if lies_in_full(pieces):
+            return narrow(self.tensor(name), ranges)
+        own = [ranges_of(piece.offsets, piece.shape) for piece in pieces]
+        for piece, there in zip(pieces, own, strict=True):
+            if all(start <= a and b <= end for (start, end), (a, b) in zip(there, ranges, strict=True)):
+                inside = [(a - start, b - start) for (a, b), (start, _) in zip(ranges, there, strict=True)]
+                return narrow(piece.view(self._buckets[piece.bucket]), inside)
+        return assemble(
+            [piece for piece, there in zip(pieces, own, strict=True) if overlap(there, ranges)],
+            self._buckets,
+            ranges=ranges,
+        )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, full tensor) of every tensor, by name; tensors in shards are assembled one at a time."""
@@ -270,16 +399,47 @@ class Pulled:
                 return
 
 
-def write_shard(shard: TensorShard, key: str, start: int, bucket: torch.Tensor) -> Piece:
-    """Copy one shard to its place in ``bucket``; digests it there where it is the whole tensor."""
-    dtype = str(shard.tensor.dtype).removeprefix("torch.")
-    shape = tuple(shard.tensor.shape)
-    piece = Piece(shard.name, dtype, tuple(shard.global_shape), tuple(shard.offsets), shape, key, start)
-    view = piece.view(bucket)
-    view.copy_(shard.tensor.detach())
-    if not piece.is_whole:
-        return piece
-    return replace(piece, digest=tensor_digest(view))
+def place_of(shard: TensorShard, places: Mapping[str, tuple[FullTensor, Slot]]) -> Slot:
+    """Where the full tensor of ``shard`` goes."""
+    full, slot = places.get(shard.name, (None, Slot(0, 0)))
+    if full is None or full.shape != tuple(shard.global_shape) or full.dtype != shard.tensor.dtype:
+        raise StoreError(
+            f"{shard.name}: the shard is of a {shard.tensor.dtype} tensor of shape {tuple(shard.global_shape)}, the "
+            f"layout has {'no such tensor' if full is None else f'a {full.dtype} tensor of shape {full.shape}'}"
+        )
+    return slot
+
+
+def even_runs(sizes: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Cut a sequence of ``sizes`` into at most ``count`` runs, (start, end) each, of about the same sum."""
+    total, done, cuts = sum(sizes), 0, [0]
+    for index, size in enumerate(sizes):
+        done += size
+        if done * count >= total * len(cuts):
+            cuts.append(index + 1)
+    return list(itertools.pairwise(cuts))
+
+
+def write_shards(pieces: Sequence[Piece], shards: Sequence[TensorShard], memory: Mapping[str, torch.Tensor]) -> None:
+    """Copy shards to their places, cast to the pieces' dtypes. On CUDA in a stream of its own, beside training."""
+    device = next((shard.tensor.device for shard in shards if shard.tensor.is_cuda), None)
+    stream = torch.cuda.Stream(device) if device is not None else None
+    with torch.no_grad(), torch.cuda.stream(stream):
+        for piece, shard in zip(pieces, shards, strict=True):
+            target = piece.view(memory[piece.bucket])
+            source = shard.tensor.detach()
+            if source.is_cuda:
+                source = source.to(target.dtype)  # there, so that half the bytes cross the bus
+            target = target.view(source.shape) if shard.shape is not None else target
+            target.copy_(source)
+
+
+def digest_whole(pieces: Sequence[Piece], memory: Mapping[str, torch.Tensor]) -> list[Piece]:
+    """The pieces, with digests of those that are whole tensors."""
+    return [
+        replace(piece, digest=tensor_digest(piece.view(memory[piece.bucket]))) if piece.is_whole else piece
+        for piece in pieces
+    ]
 
 
 async def finish_in_thread(function: Any) -> Any:

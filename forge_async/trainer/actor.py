@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +16,15 @@ from monarch.actor import concurrent_endpoint
 from forge_async.errors import ForgeError, RunFailed
 from forge_async.mesh import ForgeActor
 from forge_async.observability.clocks import BusyClock
-from forge_async.store import TensorShard, WeightStore
+from forge_async.store import FullTensor, TensorShard, WeightStore
 from forge_async.trainer.config import TrainerConfig
 from forge_async.types import StepStats, TrainingSequence
 
 if TYPE_CHECKING:
+    import torch
+
     from forge_async.trainer.engine import TrainerEngine
+    from forge_async.trainer.weights import HfShard
 
 Result = TypeVar("Result")
 
@@ -29,7 +33,8 @@ class TrainerActor(ForgeActor):
     """One rank of the trainer. Spawn on ``config.procs`` processes, call ``setup`` once, then the other endpoints.
 
     Every endpoint but ``status`` is collective: call it on all ranks with the same arguments. They run one after
-    another, in a thread of their own, so that ``status`` answers at any time.
+    another, in a thread of their own, so that ``status`` answers at any time. Only publishing goes on beside them:
+    ranks meet in the store for it, and no collective of theirs can get between those of a step.
 
     Args:
         config: the trainer's settings.
@@ -54,6 +59,12 @@ class TrainerActor(ForgeActor):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._clock = BusyClock()
         self._trained_tokens = 0
+        self._publications: dict[int, asyncio.Task[dict[str, Any]]] = {}
+        """By version, until :meth:`published` was asked for it."""
+        self._newest: asyncio.Task[dict[str, Any]] | None = None
+        self._copied: list[threading.Event] = []
+        """Of publications that may still read the parameters."""
+        self._publish_blocked_s = 0.0
 
     @concurrent_endpoint
     async def setup(self) -> dict[str, float]:
@@ -62,7 +73,9 @@ class TrainerActor(ForgeActor):
         def build() -> TrainerEngine:
             from forge_async.trainer.engine import TrainerEngine
 
-            return TrainerEngine(self.config, self.model_path, self.total_steps, self.seed)
+            engine = TrainerEngine(self.config, self.model_path, self.total_steps, self.seed)
+            engine.before_update = self._until_copied
+            return engine
 
         started = time.monotonic()
         async with self._lock:
@@ -92,44 +105,87 @@ class TrainerActor(ForgeActor):
         return await self._run(lambda engine: engine.logprobs(sequences))
 
     @concurrent_endpoint
-    async def publish(self) -> dict[str, Any]:
-        """Write the current weights to the store and commit them as the current version.
+    async def publish(self) -> int:
+        """Begin to publish the current weights; returns their version as soon as training may go on.
 
-        Every rank writes its part; when all are done, rank 0 commits, and the version is visible as a whole. If a rank
-        fails, nothing is committed and every rank raises.
-
-        Returns:
-            ``version``, ``digest`` (rank 0; None elsewhere), ``bytes`` of this rank's part, ``wall_s``.
+        Copying, casting and committing run beside the next forward and backward passes; the next optimizer step waits
+        until this rank's weights are copied. :meth:`published` tells when the version is committed.
         """
         if self.store is None:
             raise ForgeError("publish: this trainer was spawned without a weight store")
-        started = time.monotonic()
+        began = time.monotonic()
         async with self._lock:
             engine = self._ready()
+            version = engine.version
+            if version in self._publications:
+                raise ForgeError(f"publish was called before for version {version}")
             with self._clock.busy():
-                shards = [
-                    TensorShard(shard.name, shard.tensor, shard.global_shape, shard.offsets)
-                    for shard in await self._in_thread(lambda: engine.hf_shards())
-                ]
-                part, failure = None, None
-                try:
-                    part = await self.store.put_part(engine.version, engine.rank, shards)
-                except Exception as error:  # told to the other ranks, which wait in the gather below
-                    failure = f"rank {engine.rank}: {error!r}"
-                outcomes = await self._in_thread(lambda: engine.gather((part, failure)))
-                failures = [message for _, message in outcomes if message]
-                if failures:
-                    raise ForgeError(f"publishing version {engine.version} failed: {'; '.join(failures)}")
-                digest = None
-                if engine.rank == 0:
-                    manifest = await self.store.commit(engine.version, [item for item, _ in outcomes])
-                    digest = manifest.digest
-        nbytes = sum(shard.tensor.nbytes for shard in shards)
-        return {"version": engine.version, "digest": digest, "bytes": nbytes, "wall_s": time.monotonic() - started}
+                shards, layout = await self._in_thread(lambda: (engine.hf_shards(), engine.hf_layout))
+                copied = threading.Event()
+                self._copied.append(copied)
+        self._publish_blocked_s += time.monotonic() - began
+        task = asyncio.create_task(self._publish(version, self._newest, shards, layout, copied))
+        self._publications[version] = self._newest = task
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # published() raises it
+        return version
+
+    @concurrent_endpoint
+    async def published(self, version: int) -> dict[str, Any]:
+        """Wait until ``version``, which :meth:`publish` began, is committed; ask once per version.
+
+        Returns:
+            ``version``, ``digest``, ``bytes`` (of the whole version, as published), ``wall_s`` (since ``publish``).
+        Raises:
+            ForgeError: nothing was committed; with the cause, on every rank.
+        """
+        if version not in self._publications:
+            raise ForgeError(f"version {version} was not published, or was asked for before")
+        return await asyncio.shield(self._publications.pop(version))
+
+    async def _publish(
+        self,
+        version: int,
+        former: asyncio.Task[dict[str, Any]] | None,
+        shards: list[HfShard],
+        layout: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+        copied: threading.Event,
+    ) -> dict[str, Any]:
+        """One version after the other, as each must be newer than the last committed one."""
+        assert self.store is not None
+        began = time.monotonic()
+        try:
+            if former is not None:
+                await asyncio.wait({former})
+                if former.cancelled() or former.exception() is not None:
+                    raise ForgeError(f"version {version} is not published, since the one before it failed")
+            committed = await self.store.publish(
+                version,
+                self._ready().rank,
+                self.config.procs,
+                [TensorShard(s.name, s.tensor, s.global_shape, s.offsets, s.shape) for s in shards],
+                [FullTensor(name, dtype, shape) for name, (dtype, shape) in layout.items()],
+                copied,
+            )
+        finally:
+            copied.set()
+        wall_s = time.monotonic() - began
+        return {"version": version, "digest": committed.digest, "bytes": committed.nbytes, "wall_s": wall_s}
+
+    def _until_copied(self) -> None:
+        """In the trainer's thread, before parameters change."""
+        began = time.monotonic()
+        for copied in self._copied:
+            copied.wait()
+        self._copied.clear()
+        self._publish_blocked_s += time.monotonic() - began
 
     @concurrent_endpoint
     async def save_checkpoint(self, folder: str, extra: dict[str, Any] | None = None) -> None:
-        """Write model, optimizer, schedule, version and ``extra`` (JSON) to ``folder``, atomically."""
+        """Write model, optimizer, schedule, version and ``extra`` (JSON) to ``folder``, atomically.
+
+        Waits for the version in publication, so that what is saved is never newer than what readers can have.
+        """
+        await self._until_published()
         await self._run(lambda engine: engine.save_checkpoint(folder, extra or {}))
 
     @concurrent_endpoint
@@ -139,15 +195,27 @@ class TrainerActor(ForgeActor):
 
     @concurrent_endpoint
     async def export_hf(self, folder: str) -> None:
-        """Write a folder that transformers and vLLM load."""
+        """Write a folder that transformers and vLLM load, once the version in publication is committed."""
+        await self._until_published()
         await self._run(lambda engine: engine.export_hf(folder))
 
     @concurrent_endpoint
     async def status(self) -> dict[str, Any]:
-        """``version``, ``busy_s`` and ``idle_s`` since setup, ``trained_tokens``."""
+        """``version``, ``busy_s`` and ``idle_s`` since setup, ``trained_tokens``, ``publish_blocked_s`` (seconds that
+        training has waited for publishing)."""
         busy, idle = self._clock.read()
         version = self._engine.version if self._engine is not None else 0
-        return {"version": version, "busy_s": busy, "idle_s": idle, "trained_tokens": self._trained_tokens}
+        return {
+            "version": version,
+            "busy_s": busy,
+            "idle_s": idle,
+            "trained_tokens": self._trained_tokens,
+            "publish_blocked_s": self._publish_blocked_s,
+        }
+
+    async def _until_published(self) -> None:
+        if self._newest is not None:
+            await asyncio.shield(self._newest)
 
     def _ready(self) -> TrainerEngine:
         if self._engine is None:

@@ -21,12 +21,22 @@ class ParallelismConfig:
     dp_replicate: int = 1
     """Copies of the sharded model (HSDP)."""
     tp: int = 1
-    """Tensor parallel degree; only 1 so far."""
+    """Processes over which each layer's matrices and activations are split (tensor and sequence parallel); divides the
+    model's attention heads and key-value heads."""
+    ep: int = 1
+    """Processes over which the experts of a mixture are spread. It takes its processes from dp_shard and tp, whose
+    product it divides, and divides the number of experts."""
 
     def __post_init__(self) -> None:
         require(self.dp_shard == -1 or self.dp_shard >= 1, "dp_shard", self.dp_shard, "-1 (all) or at least 1")
-        require(self.dp_replicate >= 1, "dp_replicate", self.dp_replicate, "at least 1")
-        require(self.tp == 1, "tp", self.tp, "1", "Tensor parallel training is not there yet; use dp_shard.")
+        for name in ("dp_replicate", "tp", "ep"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+
+    def shards(self, procs: int) -> int:
+        """``dp_shard`` with -1 resolved; 0 where ``procs`` does not fit."""
+        if self.dp_shard >= 1:
+            return self.dp_shard if self.dp_shard * self.dp_replicate * self.tp == procs else 0
+        return 0 if procs % (self.dp_replicate * self.tp) else procs // (self.dp_replicate * self.tp)
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ class TrainerConfig:
     """The torchtitan trainer."""
 
     procs: int = 1
-    """Processes; more than one shards the model by FSDP2."""
+    """Processes, laid out by ``parallelism``: by default all of them shard the model by FSDP2."""
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -120,12 +130,19 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         require(self.procs >= 1, "procs", self.procs, "at least 1")
-        shards, copies = self.parallelism.dp_shard, self.parallelism.dp_replicate
-        if shards == -1:
-            fits = self.procs % copies == 0
+        layout = self.parallelism
+        shards = layout.shards(self.procs)
+        if layout.dp_shard == -1:
+            product = f"a multiple of dp_replicate x tp ({layout.dp_replicate} x {layout.tp})"
         else:
-            fits = shards * copies == self.procs
-        require(fits, "procs", self.procs, f"dp_shard x dp_replicate (here {shards} x {copies})")
+            product = f"dp_shard x dp_replicate x tp ({layout.dp_shard} x {layout.dp_replicate} x {layout.tp})"
+        require(shards > 0, "procs", self.procs, product)
+        require(
+            shards * layout.tp % layout.ep == 0,
+            "parallelism.ep",
+            layout.ep,
+            f"a divisor of dp_shard x tp ({shards} x {layout.tp})",
+        )
         require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "above 0")
         require(self.micro_batch_tokens >= 1, "micro_batch_tokens", self.micro_batch_tokens, "at least 1")
         require(self.max_sequence_tokens >= 2, "max_sequence_tokens", self.max_sequence_tokens, "at least 2")

@@ -1,15 +1,20 @@
 """The trainer of one rank: a torchtitan model, its optimizer and the steps on it. No actor, no store.
 
 Works alone in a process (``world_size`` 1, no process group needed) and, with the environment of torch elastic
-(RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), as one of several FSDP2 ranks. Methods marked *collective* must be called
-on every rank with the same arguments.
+(RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), as one of several ranks laid out by ``config.parallelism``. Methods marked
+*collective* must be called on every rank with the same arguments.
+
+Packed rows are dealt to the data-parallel ranks; the ranks of a tensor-parallel group get the same rows, and sums over
+ranks count each of them once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +30,8 @@ from forge_async.trainer.checkpoint import load_checkpoint, save_checkpoint
 from forge_async.trainer.config import TrainerConfig
 from forge_async.trainer.logprobs import Predictions
 from forge_async.trainer.loss import TokenSums, cross_entropy_loss, grpo_loss
-from forge_async.trainer.model import model_spec, read_hf_config
-from forge_async.trainer.packing import PackedRow, pack
+from forge_async.trainer.model import check_parallelism, model_spec, read_hf_config
+from forge_async.trainer.packing import PackedRow, pack, pad_row
 from forge_async.trainer.segments import attention_layout
 from forge_async.types import StepStats, TrainingSequence
 
@@ -48,10 +53,15 @@ class TrainerEngine:
         self.total_steps = total_steps
         self.version = 0
         """Policy version: optimizer steps completed."""
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before parameters change: whoever reads them beside training may hold the change up."""
         self.hf_config = read_hf_config(model_path)
         self.device = _device(config)
         self.rank = int(os.environ.get("RANK", "0")) if config.procs > 1 else 0
         self.world_size = config.procs
+        self.data_rank, self.data_ranks = 0, 1
+        """This rank's share of the rows, and how many shares there are."""
+        self._data_group: dist.ProcessGroup | None = None
         titan.quiet_titan()
         titan.distributed_utils.set_spmd_backend("partial_dtensor")
         torch.manual_seed(seed)
@@ -59,6 +69,7 @@ class TrainerEngine:
             config.max_sequence_tokens, self.hf_config.get("max_position_embeddings", config.max_sequence_tokens)
         )
         self._attention = "varlen" if config.attention == "varlen" else "segments"
+        check_parallelism(self.hf_config, config.parallelism)
         spec = model_spec(self.hf_config, max_sequence_tokens=self.max_sequence_tokens, attention=self._attention)
         self.model = self._build(spec)
         self.adapter = spec.state_dict_adapter(spec.model, None)
@@ -81,11 +92,16 @@ class TrainerEngine:
             if world != self.world_size:
                 raise ConfigError("procs", self.world_size, f"the number of processes started, {world}")
             dimensions = titan.ParallelDims.from_config(parallel, world)
+            data_mesh = dimensions.get_optional_mesh("batch")
+            if data_mesh is not None:
+                self.data_rank, self.data_ranks = data_mesh.get_local_rank(), data_mesh.size()
+                self._data_group = data_mesh.get_group()
             settings = SimpleNamespace(parallelism=parallel, training=training, debug=titan.DebugConfig())
             spec.model.update_from_config(config=settings)
         with torch.device("meta"), titan.titan_utils.set_default_dtype(torch.float32):
             model = spec.model.build()
         if sharded:
+            titan.keep_tied(model)
             model = spec.parallelize_fn(
                 model,
                 parallel_dims=dimensions,
@@ -111,6 +127,7 @@ class TrainerEngine:
             data_parallel_shard_degree=self.config.parallelism.dp_shard,
             data_parallel_replicate_degree=self.config.parallelism.dp_replicate,
             tensor_parallel_degree=self.config.parallelism.tp,
+            expert_parallel_degree=self.config.parallelism.ep,
             spmd_backend="partial_dtensor",
         )
         training = titan.TrainingConfig(
@@ -168,7 +185,10 @@ class TrainerEngine:
         totals, ratio_max = self._reduce(totals, ratio_max)
         grad_norm = float(
             titan.distributed_utils.clip_grad_norm_(
-                list(self.model.parameters()), self.config.max_grad_norm, foreach=True
+                list(self.model.parameters()),
+                self.config.max_grad_norm,
+                foreach=True,
+                ep_enabled=self.config.parallelism.ep > 1,
             )
         )
         if not np.isfinite(grad_norm):
@@ -177,6 +197,7 @@ class TrainerEngine:
                 f"trainer: the gradient norm at version {self.version} is {grad_norm}; the step was not applied. "
                 "Lower trainer.optimizer.lr or look for a sequence with extreme log-probs or advantages."
             )
+        self.before_update()
         self.optimizers.step()
         self.schedulers.step()
         self.optimizers.zero_grad()
@@ -208,9 +229,10 @@ class TrainerEngine:
             values = logprob_K.float().cpu().numpy()
             for position, (index, token) in enumerate(zip(row.sequence_index, row.token_index, strict=True)):
                 result[index][token] = values[position]
-        if self.world_size > 1:
+        if self._data_group is not None:
             flat = torch.from_numpy(np.concatenate(result)).to(self.device)
-            dist.all_reduce(flat)  # each entry was computed by one rank and is 0 on the others
+            # Each entry was computed by one data-parallel rank and is 0 on the others.
+            dist.all_reduce(flat, group=self._data_group)
             cuts = np.cumsum([len(values) for values in result])[:-1]
             result = np.split(flat.cpu().numpy(), cuts)
         return result
@@ -225,11 +247,11 @@ class TrainerEngine:
         rows = pack(
             sequences,
             self.config.micro_batch_tokens,
-            ranks=self.world_size,
+            ranks=self.data_ranks,
             share_prefixes=self.config.share_prompts and self._attention == "segments",
             every_token=every_token,
         )
-        return rows[self.rank]
+        return rows[self.data_rank]
 
     def _forward(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of the row's predictions, float32 [K] each."""
@@ -248,6 +270,7 @@ class TrainerEngine:
 
     def _inputs(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Token ids [1, T], positions [1, T] and what the inner attention takes as its masks."""
+        row = pad_row(row, self.config.parallelism.tp)  # sequence parallelism deals the tokens out in equal parts
         tokens = torch.from_numpy(row.token_ids).to(self.device)[None]
         positions = torch.from_numpy(row.positions).to(self.device)[None]
         if self._attention == "segments":
@@ -255,12 +278,12 @@ class TrainerEngine:
         return tokens, positions, titan.create_varlen_metadata_for_document(positions)
 
     def _reduce(self, totals: dict[str, float], ratio_max: float) -> tuple[dict[str, float], float]:
-        if self.world_size == 1:
+        if self._data_group is None:
             return totals, ratio_max
         sums = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.device)
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=self._data_group)
         highest = torch.tensor(ratio_max, dtype=torch.float64, device=self.device)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._data_group)
         return dict(zip(totals, sums.tolist(), strict=True)), float(highest)
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -270,7 +293,15 @@ class TrainerEngine:
 
         Tensors share memory with live parameters: copy before the next step.
         """
-        return list(weights.hf_shards(self.model, self.adapter, self.rank, self.world_size))
+        shards = list(weights.hf_shards(self.model, self.adapter, self.rank, self.world_size))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the copies are made in another stream
+        return shards
+
+    @functools.cached_property
+    def hf_layout(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """dtype and shape of every tensor in full under its Hugging Face name, in the same order on every rank."""
+        return weights.hf_layout(self.model, self.adapter)
 
     def export_hf(self, folder: str | Path) -> None:
         """Write a folder that transformers and vLLM load. Collective; rank 0 writes."""
@@ -288,6 +319,7 @@ class TrainerEngine:
         """Restore what :meth:`save_checkpoint` wrote, on any number of ranks; returns its ``extra``. Collective."""
         groups = [group for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
         settings = [{name: group[name] for name in ("betas", "eps", "weight_decay")} for group in groups]
+        self.before_update()
         self.version, extra = load_checkpoint(Path(folder), self._checkpoint_state())
         # Moments are the checkpoint's, settings are this run's: loading has replaced both.
         groups = [group for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
@@ -298,14 +330,6 @@ class TrainerEngine:
 
     def _checkpoint_state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizers, "schedule": self.schedulers}
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (picklable), by rank. Collective."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
 
     def _barrier(self) -> None:
         if self.world_size > 1:

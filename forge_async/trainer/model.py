@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from forge_async.errors import ForgeError, ModelNotFoundError
+from forge_async.errors import ForgeError, ModelNotFoundError, require
 from forge_async.trainer import titan_compat as titan
+from forge_async.trainer.config import ParallelismConfig
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
 
@@ -50,6 +51,32 @@ def read_hf_config(model_path: str | Path) -> dict[str, Any]:
     if config.get("use_sliding_window"):
         raise ForgeError(f"{file}: use_sliding_window is true; the trainer supports only full attention")
     return config
+
+
+def check_parallelism(config: dict[str, Any], layout: ParallelismConfig) -> None:
+    """Raise :class:`ConfigError` where a model cannot be split as ``layout`` says."""
+    heads = config["num_attention_heads"]
+    divided = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "intermediate_size": config["intermediate_size"],
+    }
+    for name, value in divided.items():
+        require(value % layout.tp == 0, "parallelism.tp", layout.tp, f"a divisor of the model's {name} ({value})")
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    if experts and layout.tp > 1:
+        require(
+            layout.ep > 1,
+            "parallelism.ep",
+            layout.ep,
+            "above 1 for a mixture of experts with tp",
+            "The gradients of experts that are split inside are wrong in torchtitan 0.3.0.",
+        )
+    if layout.ep > 1:
+        require(experts > 0, "parallelism.ep", layout.ep, f"1 for {config['model_type']}, which has no experts")
+        require(
+            experts % layout.ep == 0, "parallelism.ep", layout.ep, f"a divisor of the model's num_experts ({experts})"
+        )
 
 
 def model_spec(config: dict[str, Any], *, max_sequence_tokens: int, attention: str = "segments") -> titan.ModelSpec:

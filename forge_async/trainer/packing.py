@@ -9,7 +9,7 @@ The last token of a sequence predicts nothing, so it is not in the row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -217,6 +217,19 @@ def plain_row(texts: list[np.ndarray]) -> PackedRow:
     segments = tuple(Segment(int(start), len(text)) for start, text in zip(starts, texts, strict=True))
     positions = np.concatenate([np.arange(len(text)) for text in texts])
     return PackedRow(np.concatenate(texts).astype(np.int64), positions, segments, **nothing)
+
+
+def pad_row(row: PackedRow, multiple: int) -> PackedRow:
+    """The row with tokens that nobody attends to at its end, up to a multiple of so many."""
+    missing = -row.tokens % multiple
+    if not missing:
+        return row
+    return replace(
+        row,
+        token_ids=np.concatenate([row.token_ids, np.zeros(missing, dtype=np.int64)]),
+        positions=np.concatenate([row.positions, np.arange(missing)]),
+        segments=(*row.segments, Segment(row.tokens, missing)),
+    )
 
 
 def _empty_row() -> PackedRow:

@@ -1,6 +1,6 @@
 """Every seam to torchtitan 0.3.0: patches, replaced modules and private symbols. Import torchtitan only after this.
 
-What is here and why (each is covered by a test of ``tests/trainer/test_model.py`` or ``test_fsdp.py``):
+What is here and why (each is covered by a test of ``tests/trainer/test_model.py`` or ``test_layouts.py``):
 
 - ``torch._utils._get_available_device_type`` is made to answer ``"cpu"`` where there is no accelerator; torchtitan's
   module-level device lookup fails on ``None`` there.
@@ -9,6 +9,7 @@ What is here and why (each is covered by a test of ``tests/trainer/test_model.py
   inside the FSDP-managed module).
 - :class:`PreciseGroupedExperts` and :class:`PreciseGate` replace the MoE parts that cast to bfloat16 or rely on a
   float32 autocast, which CPU does not have.
+- :func:`keep_tied` ties embeddings between tensor parallelism and FSDP.
 - gloo has no pre-multiplied sum: FSDP modules are told to use plain sums (:func:`use_plain_sums`).
 """
 
@@ -24,6 +25,8 @@ import torch
 import torch._utils
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 if not torch.cuda.is_available():
     torch._utils._get_available_device_type = lambda: "cpu"
@@ -53,7 +56,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 from torchtitan.tools import utils as titan_utils
 
-from forge_async.trainer.logprobs import Predictions, selected_logprobs
+from forge_async.trainer.logprobs import Predictions, VocabularySplit, selected_logprobs
 from forge_async.trainer.segments import AttentionLayout, segment_attention
 
 __all__ = [
@@ -85,6 +88,7 @@ __all__ = [
     "create_varlen_metadata_for_document",
     "default_adamw",
     "distributed_utils",
+    "keep_tied",
     "make_ffn_config",
     "make_gqa_config",
     "make_moe_config",
@@ -131,7 +135,8 @@ class LogprobHead(Linear):
     """Output projection that returns the log-probs and entropies a row asks for instead of its logits.
 
     While ``predictions`` is set, ``forward`` takes hidden states [1, T, D] and returns float32 [2, K]: log-probs and
-    entropies. Otherwise it returns logits, as the layer it replaces.
+    entropies. Otherwise it returns logits, as the layer it replaces. With tensor parallelism each rank holds some rows
+    of the vocabulary, hidden states come in whole, and every rank returns the same plain tensor.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -142,11 +147,26 @@ class LogprobHead(Linear):
         super().__init__(config)
         self.predictions: Predictions | None = None
 
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Shard as declared, but leave the output alone: torchtitan takes it for a slice of the logits."""
+        declared = getattr(self, "_sharding_config", None)
+        if declared is not None:
+            undeclared = dataclasses.replace(declared, out_src_shardings=None, out_dst_shardings=None)
+            setattr(self, "_sharding_config", undeclared)  # noqa: B010 (torchtitan's type is not importable here)
+        super().parallelize(parallel_dims)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.predictions is None:
             return super().forward(input)
-        hidden_KD = input[0].index_select(0, self.predictions.source_K)
-        return selected_logprobs(hidden_KD, self.weight, self.predictions)
+        hidden, weight, split = input, self.weight, None
+        if isinstance(weight, DTensor):
+            mesh = weight.device_mesh
+            _, (start, _) = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
+            split = VocabularySplit(mesh.get_group("tp"), start)
+            hidden = input.to_local(grad_placements=[Partial()])
+            weight = weight.to_local()
+        hidden_KD = hidden[0].index_select(0, self.predictions.source_K)
+        return selected_logprobs(hidden_KD, weight, self.predictions, split)
 
 
 class PreciseGroupedExperts(GroupedExperts):
@@ -186,6 +206,23 @@ def replace_config(config: Any, new_class: Any) -> Any:
     return new_class.Config(**fields)
 
 
+def keep_tied(model: Any) -> None:
+    """Tied embeddings stay one parameter when tensor parallelism splits them.
+
+    torchtitan ties them again only after FSDP has taken them for two; of an uneven split each half of FSDP then pads a
+    copy of its own, and only one of them is trained.
+    """
+    if not model.enable_weight_tying:
+        return
+    parallelize = model.parallelize
+
+    def parallelize_and_tie(parallel_dims: Any) -> None:
+        parallelize(parallel_dims)
+        model.tok_embeddings.weight = model.lm_head.weight
+
+    model.parallelize = parallelize_and_tie
+
+
 def use_plain_sums(model: nn.Module) -> None:
     """Make FSDP's gradient reduction a plain sum over ranks; gloo has no other."""
     from torch.distributed.fsdp import FSDPModule
@@ -198,7 +235,11 @@ def use_plain_sums(model: nn.Module) -> None:
 def quiet_titan() -> None:
     """Leave progress messages, and warnings about what is intended here, out of the console."""
     logging.getLogger().setLevel(max(logging.getLogger().level, logging.WARNING))
+    # Norms and exports over two mesh dimensions are gathered one dimension at a time, a few times per step.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # The router asks for float32 autocast, which CPU lacks: PreciseGate does without.
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
     # A trainer of one process has no process group, and saves alone on purpose.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    # Initial values drawn on split parameters are replaced by the model's own.
+    warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")

@@ -39,6 +39,8 @@ class HfShard:
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     """Where the local part begins in the whole, per dimension."""
+    shape: tuple[int, ...] | None = None
+    """Of the local part, where ``tensor`` is a view of other dimensions with its elements in the same order."""
 
 
 def read_safetensors(model_path: str | Path) -> dict[str, torch.Tensor]:
@@ -97,13 +99,20 @@ def load_hf_weights(model: nn.Module, adapter: Any, model_path: str | Path) -> N
 def hf_shards(model: nn.Module, adapter: Any, rank: int, world_size: int) -> Iterator[HfShard]:
     """This rank's part of every tensor, under Hugging Face names; over all ranks each tensor is covered exactly once.
 
-    Collective: with several ranks all of them must iterate to the end, because llama's query and key weights are
-    gathered (their rotary permutation mixes rows of several shards). Those go to one rank each, in turn.
+    Views of live parameters, but for tensors that must be gathered (see :func:`_needs_whole`), which go to one rank
+    each, in turn. Collective where there are such: all ranks must iterate to the end.
     """
     for position, (name, value) in enumerate(model.state_dict().items()):
+        heads = _permuted_heads(adapter, name)
         if not isinstance(value, DTensor):
-            if rank == 0:
+            if rank == 0 and heads:
+                yield from _unpermuted(adapter, name, value, heads, tuple(value.shape), 0)
+            elif rank == 0:
                 yield from _whole(adapter, name, value)
+        elif heads and _is_split_by_rows(value):
+            _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+            if value.to_local().numel() and _is_first_replica(value):
+                yield from _unpermuted(adapter, name, value.to_local(), heads, tuple(value.shape), offsets[0])
         elif _needs_whole(adapter, name, value):
             whole = value.full_tensor()
             if rank == position % world_size:
@@ -123,11 +132,64 @@ def _whole(adapter: Any, name: str, value: torch.Tensor) -> Iterator[HfShard]:
         yield HfShard(hf_name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
+def hf_layout(model: nn.Module, adapter: Any) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and shape of every tensor in full, under Hugging Face names, in the same order on every rank."""
+    layout = {}
+    for name, value in model.state_dict().items():
+        blank = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        for hf_name, tensor in adapter.to_hf({name: blank}).items():
+            layout[hf_name] = (tensor.dtype, tuple(tensor.shape))
+    return layout
+
+
+def _permuted_heads(adapter: Any, name: str) -> int:
+    """Heads of a tensor whose rows llama permutes (query and key); 0 for every other tensor."""
+    found = _PERMUTED.search(name)
+    if found is None or not hasattr(adapter, "_permute"):
+        return 0
+    attention = adapter.model_config.layers[0].attention
+    heads = attention.n_heads if name.endswith("wq.weight") else attention.n_kv_heads or attention.n_heads
+    return int(heads)
+
+
+def _unpermuted(
+    adapter: Any, name: str, rows: torch.Tensor, heads: int, whole: tuple[int, ...], start: int
+) -> Iterator[HfShard]:
+    """Rows ``start``... of a query or key weight, as views in Hugging Face's order of rows.
+
+    torchtitan holds a head's rows in pairs (j, 0), (j, 1), Hugging Face all of (., 0) before all of (., 1). Whole heads
+    stay in their place, so that they make one shard; of a head that is cut, each half makes a shard of its own.
+    """
+    (hf_name,) = adapter.to_hf({name: torch.empty(whole, device="meta")})
+    head = whole[0] // heads
+    end = start + rows.shape[0]
+    first, last = -(-start // head), end // head
+    if first < last:
+        block = rows[first * head - start : last * head - start]
+        pairs = block.view(last - first, head // 2, 2, whole[1]).transpose(1, 2)
+        yield HfShard(hf_name, pairs, whole, (first * head, 0), tuple(block.shape))
+    cuts = [(start, min(end, first * head))] + ([(last * head, end)] if last >= first else [])
+    for cut_start, cut_end in cuts:
+        base = cut_start // head * head
+        for half in (0, 1):
+            begin = cut_start + (cut_start + half) % 2
+            part = rows[begin - start : cut_end - start : 2]
+            if cut_start < cut_end and part.shape[0]:
+                yield HfShard(hf_name, part, whole, (base + half * head // 2 + (begin - base) // 2, 0))
+
+
+def _is_split_by_rows(value: DTensor) -> bool:
+    """One mesh dimension holds consecutive rows each; the others hold copies."""
+    shards = [placement for placement in value.placements if not placement.is_replicate()]
+    return len(shards) == 1 and type(shards[0]) is Shard and shards[0].dim == 0
+
+
 def _needs_whole(adapter: Any, name: str, value: DTensor) -> bool:
-    """Llama permutes query and key rows; experts split over another dimension than the first are not separable."""
-    if _PERMUTED.search(name) and hasattr(adapter, "_permute"):
+    """Query and key rows that are permuted and not split by rows alone; experts split over another dimension than the
+    first."""
+    if _permuted_heads(adapter, name):
         return True
-    return _EXPERT_KEY in name and any(isinstance(item, Shard) and item.dim != 0 for item in value.placements)
+    return _EXPERT_KEY in name and any(not item.is_replicate() and item.dim != 0 for item in value.placements)
 
 
 def _expert_shards(adapter: Any, name: str, value: DTensor) -> Iterator[HfShard]:
@@ -148,9 +210,10 @@ def _expert_shards(adapter: Any, name: str, value: DTensor) -> Iterator[HfShard]
 
 def _is_first_replica(value: DTensor) -> bool:
     """False on ranks that hold a copy of what another rank hands out (replicated mesh dimensions)."""
-    coordinate = value.device_mesh.get_coordinate() or []
+    coordinate = value.device_mesh.get_coordinate()
+    assert coordinate is not None
     return all(
-        isinstance(placement, Shard) or index == 0
+        index == 0 or not placement.is_replicate()
         for placement, index in zip(value.placements, coordinate, strict=True)
     )
 

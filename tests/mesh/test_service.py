@@ -31,6 +31,11 @@ class Worker(ForgeActor):
         await asyncio.sleep(seconds)
         return os.getpid()
 
+    @concurrent_endpoint
+    async def count(self) -> int:
+        self.counted = getattr(self, "counted", 0) + 1
+        return self.counted
+
     @endpoint
     async def block(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251 - a reward that never returns
@@ -78,6 +83,20 @@ async def test_sessions_are_sticky(service):
     other = await service.call("pid", session="b")
     assert other != first
     assert await asyncio.gather(*busy) == [first] * 3
+
+
+async def test_a_replica_of_several_processes_is_called_on_rank_0_and_dies_as_one(runtime):
+    service = await Worker.options(procs=2).as_service(num_replicas=1)
+    (replica,) = service.replicas
+    first, second = replica.pids
+    assert [await service.call("pid"), await service.call("count")] == [first, 1]
+    assert replica.handle is not None
+    assert await replica.handle.call("count") == [2, 1]
+    os.kill(second, signal.SIGKILL)
+    await wait_until(lambda: replica.respawns == 1)
+    assert not process_alive(first)
+    assert await service.call("pid") == replica.pids[0]
+    await service.stop()
 
 
 async def test_fan_out_never_raises(service):

@@ -15,10 +15,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from forge_async.policy import PolicyConfig, SamplingConfig, UpdateConfig
+from forge_async.policy.attestation import attest
 from forge_async.policy.engine import PolicyEngine
+from forge_async.store import tensor_digest
 
 CONFIG = PolicyConfig(
     max_model_len=256,
@@ -26,9 +29,12 @@ CONFIG = PolicyConfig(
     max_num_batched_tokens=512,
     kv_cache_gib=0.05,
     sampling=SamplingConfig(max_tokens=40),
+    update=UpdateConfig(swap="flip", layers="packed"),
 )
 LONG_PROMPT = [7 + i % 50 for i in range(70)]
 """Spans two whole KV-cache blocks, so that the prefix cache is hit when the same version sees it again."""
+WAYS = [("copy", "live"), ("flip", "live"), ("flip", "packed"), ("copy", "packed")]
+"""After packed layers, so that each form of the layers follows the other one and itself."""
 FREE = SamplingConfig(max_tokens=40, ignore_eos=True)
 
 
@@ -52,6 +58,49 @@ def across_swap(engine: PolicyEngine, version: int, tensors: Any) -> dict[str, A
     pacer.result()
     report = engine.swap(version, tensors).result()
     return {"completions": [future.result() for future in running], "report": report}
+
+
+def by_another_way(engine: PolicyEngine, swap: str, layers: str, new: dict[int, Any]) -> dict[str, Any]:
+    """One swap, whatever way the one before took."""
+    weights = engine.weights
+    weights.flips, weights.config = swap == "flip", UpdateConfig(swap=swap, layers=layers)
+    number = 1 + engine.version % 2
+    running = [engine.submit(prompt, FREE) for prompt in prompts(2)]
+    prepared = engine.prepare(new[number])
+    before = dict(weights.tensors(prepared)) if weights.flips else None
+    engine.swap(engine.version + 1, prepared).result()
+    if weights.flips:
+        weights.check_live(prepared)
+    weights.discard()
+    return {
+        "weights": number,
+        "prepared_equal": before is None or all(torch.equal(before[name], new[number][name]) for name in before),
+        "live": {name: tensor.clone() for name, tensor in weights.tensors()},
+        "packs": weights.packs,
+        "packed": sum(layer.packed(weights.plan.parameters[name]).numel() for name, layer in weights.layers.items())
+        if weights.packs
+        else 0,
+        "crossing": [future.result() for future in running],
+        "completions": [engine.submit(prompt, FREE).result() for prompt in prompts(3)],
+    }
+
+
+def with_a_wrong_mapping(engine: PolicyEngine, new: dict[int, Any]) -> dict[str, Any]:
+    """A flip whose gate and up projections are written in each other's place, attested before it is made."""
+    weights, greedy = engine.weights, SamplingConfig(max_tokens=30, temperature=0, ignore_eos=True)
+    weights.flips, weights.config = True, CONFIG.update
+    published = new[1 + engine.version % 2]
+    digests = {name: tensor_digest(tensor) for name, tensor in published.items()}
+    before = engine.submit(LONG_PROMPT, greedy).result()
+    fused = next(name for name in weights.plan.writes if "layers.1" in name and len(weights.plan.writes[name]) % 2 == 0)
+    (first, one), (second, other), *rest = weights.plan.writes[fused]
+    weights.plan.writes[fused] = [(second, one), (first, other), *rest]
+    prepared = engine.prepare(published)
+    error = raised(lambda: attest(9, digests, published, weights.tensors(prepared), weights.plan.aliases))
+    weights.plan.writes[fused] = [(first, one), (second, other), *rest]
+    after = engine.submit(LONG_PROMPT, greedy).result()
+    attest(9, digests, published, weights.tensors(engine.prepare(published)), weights.plan.aliases)
+    return {"error": error, "names": (first, second), "before": before, "after": after}
 
 
 def serve(connection: Connection) -> None:
@@ -97,15 +146,15 @@ def record(model: str, versions: list[str], output: str) -> None:
     seen["wrong_shape"] = raised(lambda: engine.swap(1, broken | {name: broken[name][:-1]}))
     seen["missing"] = raised(lambda: engine.swap(1, {k: v for k, v in broken.items() if k != name}))
     seen["unknown"] = raised(lambda: engine.swap(1, broken | {"model.layers.9.x": broken[name]}))
-    seen["unchanged"] = {name: tensor.clone() for name, tensor in engine.plan.read_all().items()}
+    seen["unchanged"] = {name: tensor.clone() for name, tensor in engine.weights.tensors()}
 
     seen["kept"] = across_swap(engine, 1, new[1])
-    seen["live"] = {name: tensor.clone() for name, tensor in engine.plan.read_all().items()}
-    seen["alias"] = engine.plan.read("lm_head.weight").clone()
+    seen["live"] = {name: tensor.clone() for name, tensor in engine.weights.tensors()}
+    seen["alias"] = engine.weights.read("lm_head.weight").clone()
     seen["after"] = [engine.submit(prompt, FREE).result() for prompt in (LONG_PROMPT, prompts(1)[0])]
     seen["older"] = raised(lambda: engine.swap(0, new[1]))
 
-    engine.config = replace(CONFIG, update=UpdateConfig(kv="recompute"))
+    engine.config = replace(CONFIG, update=replace(CONFIG.update, kv="recompute"))
     seen["recomputed"] = across_swap(engine, 2, new[2])
 
     crowd = [
@@ -118,6 +167,10 @@ def record(model: str, versions: list[str], output: str) -> None:
     seen["greedy"] = line
     stopping = int(line.token_ids[4])
     seen["stopped"] = engine.submit(LONG_PROMPT, replace(greedy, stop_token_ids=[stopping])).result()
+
+    engine.config = CONFIG
+    seen["ways"] = {(swap, layers): by_another_way(engine, swap, layers, new) for swap, layers in WAYS}
+    seen["wrong_mapping"] = with_a_wrong_mapping(engine, new)
 
     seen["too_long"] = raised(lambda: engine.submit([5] * CONFIG.max_model_len))
     seen["longest"] = engine.submit([5] * (CONFIG.max_model_len - 1), FREE).result()

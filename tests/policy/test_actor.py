@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
+from monarch.actor import concurrent_endpoint
 from safetensors.torch import load_file
 
 from forge_async.errors import DataError, ForgeError, ModelNotFoundError
-from forge_async.mesh import ActorHandle, MeshRuntime
-from forge_async.policy import PolicyConfig, SamplingConfig
+from forge_async.mesh import ActorDied, ActorHandle, MeshRuntime
+from forge_async.mesh.processes import process_alive
+from forge_async.policy import PolicyConfig, SamplingConfig, UpdateConfig
 from forge_async.policy.actor import PolicyActor
+from forge_async.policy.attestation import DigestMismatchError
 from forge_async.policy.weight_plan import WeightMismatchError
 from forge_async.store import TensorShard, WeightStore, tensor_digest, version_digest
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 CONFIG = PolicyConfig(max_model_len=512, max_num_seqs=8, kv_cache_gib=0.05)
 LONG = SamplingConfig(max_tokens=400, ignore_eos=True)
+
+
+class Breakable(PolicyActor):
+    @concurrent_endpoint
+    async def break_engine(self) -> None:
+        """The next forward pass raises in the engine's thread."""
+        self._ready()._engine.step = lambda: 1 / 0
+
+    @concurrent_endpoint
+    async def break_mapping(self) -> tuple[str, str]:
+        """The plan writes two projections in each other's place."""
+        writes = self._ready().weights.plan.writes
+        (first, one), (second, other) = writes["model.layers.1.mlp.gate_up_proj.weight"]
+        writes["model.layers.1.mlp.gate_up_proj.weight"] = [(second, one), (first, other)]
+        return first, second
 
 
 async def publish(store: WeightStore, version: int, tensors: dict[str, torch.Tensor]) -> str:
@@ -35,7 +59,7 @@ async def policy(tiny_llama: Path) -> AsyncIterator[tuple[ActorHandle, WeightSto
     weights = load_file(tiny_llama / "model.safetensors")
     async with MeshRuntime():
         store = await WeightStore.create()
-        actor = await PolicyActor.spawn(CONFIG, str(tiny_llama), store=store, seed=3)
+        actor = await Breakable.spawn(CONFIG, str(tiny_llama), store=store, seed=3)
         seconds = await actor.call_one("setup", timeout=240)
         assert {"build_s", "plan_s", "warm_up_s"} <= seconds.keys()
         yield actor, store, weights
@@ -113,7 +137,7 @@ async def test_drained_stats_are_those_since_the_last_time(policy) -> None:
 
 
 async def test_an_update_that_does_not_fit_names_the_tensor_and_stays_an_error(policy) -> None:
-    """Last, since the replica follows no further versions after it."""
+    """The replica follows no further versions after it."""
     actor, store, weights = policy
     name = "model.norm.weight"
     await publish(store, 4, weights | {name: weights[name][:-1]})
@@ -123,6 +147,39 @@ async def test_an_update_that_does_not_fit_names_the_tensor_and_stays_an_error(p
     status = await actor.call_one("status")
     assert status["version"] == 3 and name in status["update_failed"]
     assert set((await actor.call_one("generate", [5] * 9)).policy_versions) == {3}
+
+
+async def test_after_a_copy_that_cannot_be_attested_nothing_is_generated(policy, tiny_llama: Path) -> None:
+    """The old weights are gone, so the replica refuses; a flip is refused before (tests/policy/test_engine.py)."""
+    _, store, weights = policy
+    latest = await store.latest()
+    config = replace(CONFIG, update=UpdateConfig(swap="copy", layers="live"))
+    actor = await Breakable.spawn(config, str(tiny_llama), store=store, version=0)
+    await publish(store, latest + 1, {name: tensor * 1.5 for name, tensor in weights.items()})
+    await actor.call_one("setup", timeout=240)
+    report = await actor.call_one("sync", latest + 1, timeout=60)
+    assert (report["swap"], report["layers"]) == ("copy", "live")
+    names = await actor.call_one("break_mapping")
+    running = asyncio.ensure_future(actor.call_one("generate", [5] * 20, LONG))
+    await publish(store, latest + 2, weights)
+    with pytest.raises(DigestMismatchError, match="|".join(map(re.escape, names))):
+        await actor.call_one("sync", latest + 2, timeout=60)
+    for request in (running, actor.call_one("generate", [5] * 20)):
+        with pytest.raises(ForgeError, match="is held with digest"):
+            await request
+    assert (await actor.call_one("status"))["digest_mismatches"] == 1
+    await actor.stop()
+
+
+async def test_a_replica_whose_engine_dies_ends_its_process(policy) -> None:
+    """So that its service notices, gives its requests to others and respawns it. Last of those with this engine."""
+    actor, _, _ = policy
+    (pid,) = actor.pids()
+    await actor.call_one("break_engine")
+    with pytest.raises(ActorDied):
+        await actor.call_one("generate", [5] * 9, timeout=30)
+    assert not actor.healthy
+    assert not process_alive(pid)
 
 
 async def test_without_setup_or_model_the_error_says_so(policy) -> None:

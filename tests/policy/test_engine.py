@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forge_async.policy.engine import spans_of
-from tests.policy.engine_child import CONFIG, LONG_PROMPT, record
+from tests.policy.engine_child import CONFIG, LONG_PROMPT, WAYS, record
 from tests.policy.reference import TOLERANCE, Seen, perturbed, picked
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -120,6 +120,28 @@ def test_live_parameters_are_the_published_ones_bit_by_bit(seen: Seen) -> None:
     assert torch.equal(seen["alias"], head)
 
 
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_every_way_of_a_swap_gives_the_new_weights(seen: Seen, way: tuple[str, str]) -> None:
+    done = seen["ways"][way]
+    new = seen.weights[done["weights"]]
+    assert all(torch.equal(tensor, new[name]) for name, tensor in done["live"].items())
+    assert done["prepared_equal"] and done["live"].keys() == new.keys()
+    matrices = [t for n, t in new.items() if t.ndim > 1 and "embed" not in n and ("gate.weight" not in n)]
+    assert (done["packed"] >= sum(tensor.numel() for tensor in matrices)) == (way[1] == "packed")
+    for completion in done["completions"]:
+        expected = seen.logprobs(completion, versions=np.full(40, done["weights"]))
+        assert np.abs(completion.logprobs - expected).max() < TOLERANCE
+    assert all(len(completion.token_ids) == 40 for completion in done["crossing"])
+
+
+def test_a_wrong_mapping_is_found_before_a_flip_and_the_old_weights_stay(seen: Seen) -> None:
+    case = seen["wrong_mapping"]
+    kind, message = case["error"]
+    assert kind == "DigestMismatchError" and any(name in message for name in case["names"])
+    assert case["before"].token_ids.tolist() == case["after"].token_ids.tolist()
+    assert np.abs(case["before"].logprobs - case["after"].logprobs).max() < TOLERANCE
+
+
 def test_updates_that_do_not_fit_are_refused_and_name_the_tensor(seen: Seen) -> None:
     for case, words in (
         ("wrong_shape", ["model.layers.0.self_attn.k_proj.weight", "shape"]),
@@ -161,9 +183,10 @@ def test_an_aborted_request_returns_what_there_is(seen: Seen) -> None:
 
 def test_status_counts(seen: Seen) -> None:
     status = seen["status"]
-    assert (status["version"], status["swaps"], status["swaps_in_flight"]) == (2, 2, 2)
+    assert (status["version"], status["swaps"]) == (2 + len(WAYS), 2 + len(WAYS))
+    assert 2 <= status["swaps_in_flight"] <= status["swaps"]
     assert (status["aborted"], status["abort_requested"]) == (0, 2)
-    assert status["generated_tokens"] > 40 * 25 and status["busy_s"] > 0 and len(status["swap_ms"]) == 2
+    assert status["generated_tokens"] > 40 * 25 and status["busy_s"] > 0 and len(status["swap_ms"]) == status["swaps"]
 
 
 def test_a_dying_engine_fails_every_request_with_the_cause(seen: Seen) -> None:

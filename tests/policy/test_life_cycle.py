@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from forge_async.policy import PolicyConfig, UpdateConfig
 from forge_async.policy.engine import PolicyEngine, spans_of
+from forge_async.policy.live_weights import Prepared
 from forge_async.policy.request import Request
 from forge_async.policy.updates import RULES
 from forge_async.types import Completion
@@ -146,7 +147,7 @@ class Harness:
     def __init__(self, update: UpdateConfig, seed: int) -> None:
         self.engine = PolicyEngine(PolicyConfig(max_num_seqs=3, update=update), "nowhere")
         self.vllm = self.engine._engine = Vllm(self.engine, seed)  # type: ignore[assignment]
-        self.engine.plan = SimpleNamespace(check=lambda shapes: None, apply=lambda tensors: None, nbytes=0)  # type: ignore[assignment]
+        self.engine.weights = SimpleNamespace(apply=lambda prepared: None, plan=SimpleNamespace(nbytes=0))  # type: ignore[assignment]
         self.requests: list[tuple[Request, Params]] = []
         self.aborted: set[str] = set()
         self.named, self.swaps, self.holds = 0, [], []
@@ -165,17 +166,14 @@ class Harness:
 
     def swap(self) -> None:
         self.named += 1
-        self.swaps.append(self.engine.swap(self.named, {}))
+        self.swaps.append(self.engine.swap(self.named, Prepared({}, None, False, 0.0)))
 
     def hold(self, back: int) -> None:
         self.holds.append(self.engine.hold(max(0, self.engine.version - back)))
 
     def turns(self, count: int) -> None:
         engine = self.engine
-        while count:
-            runnable = engine._active or engine._swaps or (engine._waiting and not engine._held)
-            if not engine._inbox and not runnable:
-                break  # where its own thread would wait for a command
+        while count and (engine._inbox or engine._runnable):
             assert engine._take_inbox()
             engine._turn()
             count -= 1

@@ -7,7 +7,17 @@ import torch
 
 from forge_async.store import StoreError
 from forge_async.store.digest import tensor_digest, version_digest
-from forge_async.store.layout import Piece, assemble, check_coverage, digest_of_pieces, plan_buckets
+from forge_async.store.layout import (
+    Manifest,
+    Piece,
+    TensorEntry,
+    assemble,
+    check_coverage,
+    digest_of_pieces,
+    lies_in_full,
+    plan_buckets,
+)
+from forge_async.store.weight_store import even_runs
 
 
 def piece(offsets, shape, global_shape=(4, 6), dtype="float32", start=0, bucket="b"):
@@ -66,3 +76,39 @@ def test_digests_tell_bits_shapes_dtypes_and_names_apart():
     version = {"a": zeros, "b": others[0]}
     assert version_digest(version) == version_digest({name: tensor_digest(t) for name, t in reversed(version.items())})
     assert version_digest(version) != version_digest({"a": others[0], "b": zeros})
+
+
+def test_pieces_written_into_the_full_tensor_need_no_assembly():
+    full = torch.arange(24.0).view(4, 6)
+    bucket = torch.zeros(64 + 96, dtype=torch.uint8)
+    left = Piece("w", "float32", (4, 6), (0, 0), (4, 2), "b", 64, in_full=True)
+    right = Piece("w", "float32", (4, 6), (0, 2), (4, 4), "b", 64, in_full=True)
+    left.view(bucket).copy_(full[:, :2])
+    right.view(bucket).copy_(full[:, 2:])
+    check_coverage("w", [left, right])
+    assert lies_in_full([left, right])
+    assert torch.equal(right.full_view(bucket), full)
+    assert digest_of_pieces([left, right], {"b": bucket}) == tensor_digest(full)
+    assert not lies_in_full([left, Piece("w", "float32", (4, 6), (0, 2), (4, 4), "c", 0)])
+
+
+def test_a_region_takes_only_the_pieces_and_buckets_that_hold_it():
+    full = torch.arange(24.0).view(4, 6)
+    pieces = [piece((0, 0), (3, 6), bucket="b0"), piece((3, 0), (1, 6), bucket="b1")]
+    buckets = {"b0": full[:3].reshape(-1).view(torch.uint8), "b1": full[3:].reshape(-1).view(torch.uint8)}
+    assert torch.equal(assemble(pieces, buckets, ranges=[(1, 4), (2, 5)]), full[1:4, 2:5])
+    del buckets["b1"]  # must not be looked at
+    assert torch.equal(assemble(pieces, buckets, ranges=[(0, 2), (5, 6)]), full[:2, 5:])
+    entry = TensorEntry("w", "float32", (4, 6), "", tuple(pieces))
+    manifest = Manifest(1, "", {"w": entry}, {"b0": 72, "b1": 24, "b2": 8})
+    assert manifest.buckets_of({"w": [(0, 3), (0, 6)]}) == ["b0"]
+    assert manifest.buckets_of({"w": [(2, 4), (0, 1)]}) == manifest.buckets_of({"w": None}) == ["b0", "b1"]
+    assert manifest.buckets_of({}) == []
+    assert manifest.buckets_of(None) == ["b0", "b1", "b2"]
+
+
+def test_even_runs_take_every_item_once():
+    assert even_runs([56, 1, 1, 2], 4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert even_runs([1] * 10, 3) == [(0, 4), (4, 7), (7, 10)]
+    assert even_runs([1, 1, 99], 8) == [(0, 3)]
+    assert even_runs([], 4) == []

@@ -26,7 +26,7 @@ def test_transport_is_still_chosen_by_the_pipe():
     assert Pipe.create_transport_buffer is torchstore_compat._create_transport_buffer
     stock = Pipe(storage_volume=None).create_transport_buffer()
     assert not isinstance(stock, torchstore_compat.SegmentTransportBuffer)
-    with torchstore_compat.segment_transport(True):
+    with torchstore_compat.segment_transport():
         ours = Pipe(storage_volume=None).create_transport_buffer()
     assert isinstance(ours, torchstore_compat.SegmentTransportBuffer)
     assert "create_transport_buffer" in inspect.getsource(Pipe.put_to_storage_volume)

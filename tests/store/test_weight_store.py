@@ -194,6 +194,13 @@ async def test_a_hundred_publishes_are_bounded(store, writers, reader):
     assert 0 < mapped_segments(writers.pids()[0]) <= 8
 
 
+async def test_a_region_is_a_view_of_shared_memory(store):
+    async with await store.acquire(regions={"w": [(10, 20)]}) as pulled:
+        region = pulled.region("w", [(10, 20)])
+        assert region.untyped_storage().data_ptr() == pulled.tensor("w").untyped_storage().data_ptr()
+        assert region.tolist() == [199.0] * 10
+
+
 async def test_tensors_are_refused_after_release(store):
     pulled = await store.acquire()
     assert float(pulled.tensor("w")[0]) == 199.0

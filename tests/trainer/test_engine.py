@@ -12,7 +12,7 @@ import torch
 from trainer_samples import groups, sequence
 
 from forge_async.errors import ConfigError, DataError, ForgeError
-from forge_async.trainer.config import OptimizerConfig, ParallelismConfig, TrainerConfig
+from forge_async.trainer.config import OptimizerConfig, TrainerConfig
 from forge_async.trainer.engine import TrainerEngine
 
 CONFIG = TrainerConfig(optimizer=OptimizerConfig(lr=1e-3))
@@ -135,10 +135,6 @@ def test_the_learning_rate_follows_its_schedule() -> None:
 
 
 def test_settings_that_do_not_fit_are_named() -> None:
-    with pytest.raises(ConfigError, match="procs = 3"):
-        TrainerConfig(procs=3, parallelism=ParallelismConfig(dp_shard=2))
-    with pytest.raises(ConfigError, match="tp = 2"):
-        ParallelismConfig(tp=2)
     with pytest.raises(ConfigError, match="dtype"):
         TrainerConfig(dtype="float16")
     with pytest.raises(ConfigError, match="decay"):

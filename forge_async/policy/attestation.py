@@ -1,0 +1,75 @@
+"""Whether a generator holds what the trainer published, tensor by tensor and bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from forge_async.errors import ForgeError
+from forge_async.store.digest import pieces_digest
+
+DIGESTED_AT_ONCE = 1 << 18
+"""Elements. Digesting holds the interpreter's lock, which forward passes need."""
+
+
+class DigestMismatchError(ForgeError):
+    """What the generator holds is not what the trainer published."""
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """``tensor_digest``, in short parts."""
+    parts = tensor.detach().to("cpu").contiguous().reshape(-1).split(DIGESTED_AT_ONCE)
+    return pieces_digest(tensor.dtype, tuple(tensor.shape), parts)
+
+
+def attest(
+    version: int,
+    digests: Mapping[str, str],
+    published: Mapping[str, torch.Tensor],
+    held: Iterable[tuple[str, torch.Tensor]],
+    aliases: Mapping[str, str],
+) -> None:
+    """Compare what the generator holds with what was published.
+
+    Args:
+        digests: of the published tensors, by HF name.
+        published: the tensors as pulled; converted for the comparison where the generator's dtype is another.
+        held: (HF name, tensor) as the generator holds them.
+        aliases: names which the generator holds as another one (tied embeddings).
+    Raises:
+        DigestMismatchError: naming the first tensor that differs.
+    """
+    for name, tensor in held:
+        same = published[name].dtype == tensor.dtype
+        expected = digests[name] if same else digest(published[name].to(tensor.dtype))
+        found = digest(tensor)
+        if found != expected:
+            raise DigestMismatchError(
+                f"version {version}: {name} is held with digest {found}, published was {expected}"
+            )
+    check_aliases(version, digests, aliases)
+
+
+def check_aliases(version: int, digests: Mapping[str, str], aliases: Mapping[str, str]) -> None:
+    """That published tensors which are one in the engine (tied embeddings) are the same.
+
+    Raises:
+        DigestMismatchError: naming two that differ.
+    """
+    for name, target in aliases.items():
+        if name in digests and digests[name] != digests[target]:
+            raise DigestMismatchError(
+                f"version {version}: {name} and {target} differ, but are one tensor in the engine"
+            )
+
+
+def attest_parts(version: int, rank: int, held: Iterable[tuple[str, bool]]) -> None:
+    """The same on a tensor-parallel rank, which has told of each tensor whether its parts are as published.
+
+    Raises:
+        DigestMismatchError: naming the first tensor that differs.
+    """
+    for name, same in held:
+        if not same:
+            raise DigestMismatchError(f"version {version}: rank {rank} holds {name} with other values than published")

@@ -1,0 +1,364 @@
+"""How a new version becomes live: prepared in any thread, beside generation, and applied between two forward passes.
+
+======  ==========================  ===========================================================================
+swap    layers                      prepared beside generation, then in the pause
+======  ==========================  ===========================================================================
+flip    live                        a second set of parameters is filled; parameters are pointed at it
+flip    packed                      each matrix is packed, into new memory; layers are pointed at it
+copy    live                        nothing; parameters are overwritten in place
+copy    packed                      nothing; each matrix is packed anew, one after the other
+======  ==========================  ===========================================================================
+
+``live`` layers compute with parameters as a checkpoint holds them. ``packed`` ones (CPU only) have them in the blocks
+that oneDNN's kernels read, as vLLM itself sets them up: faster, and dearer to update. ``auto`` weighs both by what was
+measured in this process: time per forward pass, cost per update, and time between updates.
+
+What a flip has prepared can be read, and so attested, before anything live has changed.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from forge_async.errors import ConfigError
+from forge_async.policy import vllm_compat
+from forge_async.policy.config import UpdateConfig
+from forge_async.policy.weight_plan import WeightMismatchError, WeightPlan
+
+
+@dataclass
+class WeightSet:
+    """Tensors by parameter name, each in one form or (tied embeddings) in both."""
+
+    dense: dict[str, torch.Tensor] = field(default_factory=dict)
+    packed: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Prepared:
+    """A version on its way: what :meth:`LiveWeights.apply` needs. The tensors must stay valid until then."""
+
+    tensors: Mapping[str, torch.Tensor]
+    weights: WeightSet | None
+    """The second set, filled; None where the swap copies."""
+    packs: bool
+    cost_s: float
+    """Processor seconds of the preparation, and of reading it back."""
+
+
+@dataclass
+class Costs:
+    """Measured seconds, by form (``packed`` or not)."""
+
+    forward: dict[bool, float]
+    """Of all linear layers in one forward pass."""
+    update: dict[bool, float]
+    """Of bringing one version into this form."""
+
+
+class LiveWeights:
+    """The weights of a vLLM model that was just loaded, and their replacement.
+
+    Args:
+        model: as vLLM has built it; its parameters hold what ``plan`` reads.
+        compiled: forward passes may be CUDA graphs, which read parameters at fixed addresses.
+        rows: of a typical forward pass, for the measurements.
+    Raises:
+        ConfigError: ``layers`` or ``swap`` cannot be had here.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, plan: WeightPlan, config: UpdateConfig, compiled: bool, rows: int = 32
+    ) -> None:
+        self.model, self.plan, self.config = model, plan, config
+        on_cpu = plan.device.type == "cpu"
+        if config.swap == "flip" and compiled and not on_cpu:
+            raise ConfigError(
+                "policy.update.swap",
+                "flip",
+                "copy or auto with CUDA graphs",
+                "Graphs read parameters at fixed addresses. Set policy.enforce_eager=true to flip.",
+            )
+        self.flips = config.swap == "flip" or (config.swap == "auto" and (on_cpu or not compiled))
+        self.layers = vllm_compat.packed_layers(model) if on_cpu else {}
+        """Parameters that can be packed."""
+        dtypes = {plan.parameters[name].dtype for name in self.layers}
+        if not self.layers or not all(vllm_compat.can_pack(dtype) for dtype in dtypes):
+            if config.layers == "packed":
+                raise ConfigError(
+                    "policy.update.layers",
+                    "packed",
+                    "live or auto here",
+                    f"This {'CPU does not pack ' + ', '.join(map(str, dtypes)) if on_cpu else 'is not a CPU'}.",
+                )
+            self.layers = {}
+        self.packs = bool(self.layers) and config.layers != "live"
+        """Whether the layers are packed now."""
+        self._layout = {name: (tuple(live.shape), live.dtype) for name, live in plan.parameters.items()}
+        self._stream = torch.cuda.Stream(plan.device) if plan.device.type == "cuda" else None
+        """Copies beside generation do not wait for forward passes, nor those for them."""
+        self._spare: dict[str, torch.Tensor] = {}
+        """Dense tensors of the last version, by parameter: filled again by the next."""
+        self._retired: list[torch.Tensor] = []
+        """Packed tensors of the last version. Their memory is not given back in the pause: that takes long."""
+        self._applied = collections.deque([self.now()], maxlen=6)
+        self.costs: Costs | None = None
+        if self.layers and config.layers == "auto":
+            self.costs = self._measure(rows)
+        if self.packs:
+            began = time.thread_time()
+            for name, layer in self.layers.items():
+                parameter = plan.parameters[name]
+                dense = parameter.data
+                layer.install(parameter, dense if layer.shared else None, layer.pack(dense))
+            if self.costs is not None:
+                self.costs.update[True] = time.thread_time() - began
+
+    # ---- any thread ----
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor], step_s: float = 0.0) -> Prepared:
+        """All that can be done for a version without touching what is live; one call at a time.
+
+        Args:
+            tensors: HF name -> full tensor.
+            step_s: mean seconds of a forward pass at present, for ``layers: auto``.
+        Raises:
+            WeightMismatchError: a name or a shape does not fit.
+        """
+        self.plan.check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        packs = self._choose(step_s)
+        if not self.flips:
+            return Prepared(tensors, None, packs, 0.0)
+        began = time.thread_time()
+        new = WeightSet()
+        with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for name in self.plan.parameters:
+                layer = self.layers.get(name) if packs else None
+                if layer is None or layer.shared:
+                    dense = self._spare.pop(name, None)
+                    new.dense[name] = self._like(name) if dense is None else dense
+                    self.plan.write(name, tensors, new.dense[name])
+                if layer is not None:
+                    new.packed[name] = layer.pack(new.dense[name] if layer.shared else self._gather(name, tensors))
+            self.plan.wait_for_copies()
+        self._spare.clear()  # what is left served the other form of layers
+        return Prepared(tensors, new, packs, time.thread_time() - began)
+
+    def tensors(self, prepared: Prepared | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, tensor) as the model holds it now, or will once ``prepared`` is applied.
+
+        Read from what forward passes use: packed matrices are unpacked. A tensor is valid until the next is asked for.
+
+        Raises:
+            WeightMismatchError: the packed form of a tied matrix differs from the one looked up.
+        """
+        dense = self._reader(prepared)
+        for name in self.plan.names:
+            yield name, self.plan.read(name, of=dense)
+
+    def compare(
+        self, published: Mapping[str, torch.Tensor], prepared: Prepared | None = None
+    ) -> Iterator[tuple[str, bool]]:
+        """(HF name, whether the model holds the published tensor's values), of those parts that this rank has.
+
+        ``prepared`` and errors as in :meth:`tensors`, which is not for tensor-parallel ranks: they have parts only.
+        """
+        dense = self._reader(prepared)
+        for name in self.plan.names:
+            yield name, self.plan.holds(name, published[name], of=dense)
+
+    def _reader(self, prepared: Prepared | None) -> Callable[[str], torch.Tensor]:
+        """Parameter name -> its values, live ones or those of ``prepared``; the last one is remembered."""
+        if prepared is not None and prepared.weights is None:
+            raise ValueError("a swap by copy has nothing to read before it is applied")
+        held: dict[str, torch.Tensor] = {}
+
+        def dense(parameter: str) -> torch.Tensor:
+            if parameter not in held:
+                held.clear()
+                began = time.thread_time()
+                held[parameter] = self._dense(parameter, None if prepared is None else prepared.weights)
+                if prepared is not None:
+                    prepared.cost_s += time.thread_time() - began
+            return held[parameter]
+
+        return dense
+
+    def read(self, name: str) -> torch.Tensor:
+        """One HF tensor as the model holds it now, see :meth:`tensors`."""
+        return self.plan.read(name, of=lambda parameter: self._dense(parameter, None))
+
+    def check_live(self, prepared: Prepared) -> None:
+        """That forward passes use exactly the memory that was prepared.
+
+        Raises:
+            WeightMismatchError: naming a parameter that a layer holds otherwise.
+        """
+        assert prepared.weights is not None
+        now = dict(self.model.named_parameters())
+        for name, parameter in self.plan.parameters.items():
+            layer, packed = self.layers.get(name), prepared.weights.packed.get(name)
+            dense = prepared.weights.dense.get(name)
+            right = now[name] is parameter and (dense is None or parameter.data_ptr() == dense.data_ptr())
+            if layer is not None and packed is not None:
+                right = right and layer.packed(parameter) is packed
+            elif layer is not None:
+                right = right and not self.packs
+            if not right:
+                raise WeightMismatchError(f"{name}: forward passes use other memory than the new version's")
+
+    def discard(self) -> None:
+        """Give back the memory of the version before the live one, as far as the next has no use for it."""
+        self._retired.clear()
+
+    # ---- the engine's thread ----
+
+    def apply(self, prepared: Prepared) -> None:
+        """Make a prepared version live, between two forward passes."""
+        if prepared.weights is not None:
+            self._flip(prepared)
+        else:
+            began = time.thread_time()
+            self._copy(prepared)
+            prepared.cost_s = time.thread_time() - began
+        self.packs = prepared.packs
+        self._applied.append(self.now())
+        if self.costs is not None:
+            self.costs.update[prepared.packs] = prepared.cost_s
+
+    def _flip(self, prepared: Prepared) -> None:
+        new = prepared.weights
+        assert new is not None
+        spare: dict[str, torch.Tensor] = {}
+        for name, parameter in self.plan.parameters.items():
+            layer = self.layers.get(name)
+            if layer is None or not self.packs or layer.shared:
+                spare[name] = parameter.data
+            if layer is not None and self.packs:
+                self._retired.append(layer.packed(parameter))
+            if layer is None:
+                parameter.data = new.dense[name]
+            else:
+                layer.install(parameter, new.dense.get(name), new.packed.get(name))
+        self._spare = spare
+
+    def _copy(self, prepared: Prepared) -> None:
+        with torch.no_grad():
+            for name, parameter in self.plan.parameters.items():
+                layer = self.layers.get(name)
+                if layer is not None and prepared.packs:
+                    dense = parameter.data if layer.shared else self._gather(name, prepared.tensors)
+                    if layer.shared:
+                        self.plan.write(name, prepared.tensors, dense)
+                    layer.install(parameter, dense if layer.shared else None, layer.pack(dense))
+                else:
+                    if layer is not None and self.packs:
+                        layer.install(parameter, parameter.data if layer.shared else self._like(name), None)
+                    self.plan.write(name, prepared.tensors, parameter.data)
+            self.plan.wait_for_copies()
+
+    # ---- forms ----
+
+    def _dense(self, name: str, weights: WeightSet | None) -> torch.Tensor:
+        """A parameter as a checkpoint would hold it, out of ``weights`` or what is live."""
+        layer = self.layers.get(name)
+        if weights is None:
+            parameter = self.plan.parameters[name]
+            dense: torch.Tensor | None = parameter.data
+            packed: torch.Tensor | None = None
+            if layer is not None and self.packs:
+                packed = layer.packed(parameter)
+                dense = dense if layer.shared else None
+        else:
+            dense, packed = weights.dense.get(name), weights.packed.get(name)
+        if packed is None:
+            assert dense is not None
+            return dense
+        assert layer is not None
+        with torch.no_grad():
+            unpacked = layer.unpack(packed)
+        if dense is not None and not torch.equal(dense, unpacked):
+            raise WeightMismatchError(f"{name}: the output layer's packed matrix differs from the embedding tied to it")
+        return unpacked
+
+    def _like(self, name: str) -> torch.Tensor:
+        """New memory of a parameter's layout; padding is zero."""
+        shape, dtype = self._layout[name]
+        return torch.zeros(shape, dtype=dtype, device=self.plan.device)
+
+    def _gather(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A parameter's new values as a checkpoint would hold them: a view of the update where one tensor is all."""
+        shape, dtype = self._layout[name]
+        writes = self.plan.writes[name]
+        if len(writes) == 1:
+            (source, piece) = writes[0]
+            tensor = tensors[source]
+            whole = tuple(tensor.shape) == piece.shape == shape and piece.stride == piece.target_stride
+            if whole and tensor.dtype == dtype and tensor.is_contiguous():
+                return tensor
+        covered = sum(piece.numel for _, piece in writes) == math.prod(shape)
+        dense = (torch.empty if covered else torch.zeros)(shape, dtype=dtype)
+        self.plan.write(name, tensors, dense)
+        return dense
+
+    # ---- auto ----
+
+    @staticmethod
+    def now() -> float:
+        """Seconds on the clock that updates are timed by."""
+        return time.monotonic()
+
+    def _choose(self, step_s: float) -> bool:
+        """Whether the next version's layers are to be packed: the form with more forward passes until the one after."""
+        if self.costs is None or self.config.layers != "auto":
+            return bool(self.layers) and self.config.layers == "packed"
+        interval = statistics.median(
+            later - sooner for sooner, later in itertools.pairwise([*self._applied, self.now()])
+        )
+        rest = max(step_s - self.costs.forward[self.packs], 0.0)
+
+        def passes(packs: bool) -> float:
+            assert self.costs is not None
+            return max(interval - self.costs.update[packs], 0.0) / (rest + self.costs.forward[packs])
+
+        return passes(True) > passes(False)
+
+    def _measure(self, rows: int) -> Costs:
+        """Time each kind of matrix once in both forms. ``update[True]`` is measured when the layers are packed."""
+        kinds: dict[tuple[int, ...], list[str]] = {}
+        for name, layer in self.layers.items():
+            if isinstance(layer, vllm_compat.PackedLinear):
+                kinds.setdefault(self._layout[name][0], []).append(name)
+        forward = {True: 0.0, False: 0.0}
+        with torch.no_grad():
+            for names in kinds.values():
+                weight = self.plan.parameters[names[0]].data
+                x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype)
+                linear = vllm_compat.CpuLinear()
+                for packs in (False, True):
+                    linear.packed = vllm_compat.pack(weight) if packs else None
+                    forward[packs] += len(names) * _seconds(functools.partial(linear, x, weight))
+        largest = max(self.plan.parameters.values(), key=lambda parameter: parameter.nbytes).data
+        destination = torch.empty_like(largest)
+        copy_s = _seconds(lambda: destination.copy_(largest)) * self.plan.nbytes / largest.nbytes
+        return Costs(forward, {True: copy_s, False: copy_s})
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Processor time of one call: the least of three, after one to warm up."""
+    taken = []
+    for _ in range(4):
+        began = time.thread_time()
+        call()
+        taken.append(time.thread_time() - began)
+    return min(taken[1:])

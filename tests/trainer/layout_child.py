@@ -1,0 +1,52 @@
+"""One rank of ``test_layouts.py``: for each of the cases in a file loads its start, steps, and writes what it saw."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+from safetensors.torch import save_file
+from trainer_samples import groups, sequence
+
+from forge_async.trainer.config import OptimizerConfig, ParallelismConfig, TrainerConfig
+from forge_async.trainer.engine import TrainerEngine
+from forge_async.types import StepStats
+
+CONFIG = TrainerConfig(micro_batch_tokens=64, logprob_chunk=16, optimizer=OptimizerConfig(lr=1e-3))
+
+
+def run_steps(engine: TrainerEngine) -> list[StepStats]:
+    uneven = [sequence("ten", [5, 6], [7] * 10), sequence("two", [8], [9] * 2)]
+    return [engine.step(uneven), engine.step(groups()), engine.sft_step(groups(seed=1)), engine.step(groups(seed=2))]
+
+
+def run_case(model: str, folder: Path, layout: ParallelismConfig) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    engine = TrainerEngine(dataclasses.replace(CONFIG, procs=world, parallelism=layout), model)
+    engine.load_checkpoint(folder / "start")
+    steps = run_steps(engine)
+    logprobs = engine.logprobs(groups())
+    shards = engine.hf_shards()
+    save_file(
+        {str(index): shard.tensor.detach().contiguous().clone() for index, shard in enumerate(shards)},
+        folder / f"rank{engine.rank}.safetensors",
+    )
+    engine.save_checkpoint(folder / "checkpoint", {"ranks": world})
+    engine.export_hf(folder / "export")
+    result = {
+        "steps": [dataclasses.asdict(stats) for stats in steps],
+        "logprobs": [values.tolist() for values in logprobs],
+        "shards": [(shard.name, list(shard.global_shape), list(shard.offsets)) for shard in shards],
+        "data_ranks": engine.data_ranks,
+    }
+    (folder / f"rank{engine.rank}.json").write_text(json.dumps(result))
+    engine.close()
+
+
+if __name__ == "__main__":
+    for model, folder, layout, port in json.loads(Path(sys.argv[1]).read_text()):
+        os.environ["MASTER_PORT"] = str(port)
+        run_case(model, Path(folder), ParallelismConfig(**layout))

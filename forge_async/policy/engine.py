@@ -1,10 +1,10 @@
 """An in-process vLLM engine with its own thread: it steps while there are requests, and swaps weights between steps.
 
 ```
- any thread:  submit / abort ─┐                                  ┌▶ take the inbox
-              swap / hold ────┴─▶ inbox ──▶ engine thread:        │  swap weights and version label, if asked and due
-              futures of Completion / SwapReport ◀───────────────│  admit requests, salted with the version
-                                                                 └─ one forward pass; its tokens get the label
+ any thread:  submit / abort / swap / hold ──▶ inbox ──▶ engine thread:  ┌▶ take the inbox
+              futures of Completion / SwapReport ◀──────────────────────│  swap weights and version label, if due
+                                                                        │  admit requests, salted with the version
+                                                                        └─ one forward pass; its tokens get the label
 ```
 
 With tensor parallelism every rank has such an engine, and those of the other ranks repeat what rank 0's does: see

@@ -134,14 +134,17 @@ def test_a_reward_that_raises_ends_the_run_and_names_function_and_cause(app) -> 
     assert "Traceback" not in output
 
 
-def test_a_dataset_that_ends_early_trains_what_there_is(app) -> None:
+def test_a_dataset_that_ends_early_trains_what_there_is_and_no_hold_is_in_the_way(app) -> None:
+    """In mode blocking the replicas are held around each step, the last, partial one included."""
     rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(10)]
     (app.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, output = app.run(
-        *("dataset.kind=jsonl", "dataset.path=rows.jsonl", "dataset.epochs=1", "dataset.prompt_template="), "steps=50"
+        *("dataset.kind=jsonl", "dataset.path=rows.jsonl", "dataset.epochs=1", "dataset.prompt_template="),
+        *("steps=50", "policy.update.mode=blocking"),
     )
     assert code == 0, output
     assert "dataset ended" in output
     summary = app.summary()
-    assert summary["steps"] == 3, "4 + 4 + 2 groups"
+    assert summary["steps"] == summary["swaps"] == 3, "4 + 4 + 2 groups"
+    assert summary["swaps_in_flight"] == summary["tokens"]["discarded"] == summary["tokens"]["recomputed"] == 0
     assert summary["ledger"] == {"admitted": 10, "trained": 10, "dropped": {}}

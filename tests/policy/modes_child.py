@@ -46,6 +46,7 @@ class Driver:
         self.engine.config = replace(CONFIG, update=UpdateConfig(mode=mode, kv=kv))
 
     def swap(self) -> Future[Any]:
+        """The next version; asked for when the last one is live, as a replica's follower does."""
         self.named += 1
         return self.engine.swap(self.named, self.weights[self.named % len(self.weights)])
 
@@ -58,9 +59,11 @@ class Driver:
         return status
 
     def after(self, tokens: int) -> dict[str, Any]:
-        """Wait until that many more tokens were generated."""
+        """Wait until that many more tokens were generated, or nothing is left to generate."""
         start = self.engine.status()["generated_tokens"]
-        return self.until(lambda status: status["generated_tokens"] >= start + tokens)
+        return self.until(
+            lambda status: status["generated_tokens"] >= start + tokens or not (status["running"] or status["waiting"])
+        )
 
 
 def across_one(driver: Driver) -> dict[str, Any]:
@@ -87,24 +90,20 @@ def across_three(driver: Driver) -> dict[str, Any]:
     """Three versions come while one long request runs, and one which ends at ``max_model_len``."""
     long = driver.engine.submit(LONG_PROMPT, SamplingConfig(max_tokens=150, ignore_eos=True))
     longest = driver.engine.submit([8] * 100, SamplingConfig(max_tokens=200, ignore_eos=True))
-    swaps = []
+    reports = []
     for _ in range(3):
         driver.after(70)
-        swaps.append(driver.swap())
-    return {"completions": [long.result(), longest.result()], "reports": [swap.result() for swap in swaps]}
+        reports.append(driver.swap().result())
+    return {"completions": [long.result(), longest.result()], "reports": reports}
 
 
 def preempted(driver: Driver) -> list[Any]:
     """More running tokens than the cache holds, so that vLLM preempts requests, and two versions meanwhile."""
     running = [driver.engine.submit(prompt, SamplingConfig(max_tokens=215, ignore_eos=True)) for prompt in prompts(9)]
-    driver.after(1100)
-    swaps = [driver.swap()]
-    driver.after(500)
-    swaps.append(driver.swap())
-    completions = [future.result() for future in running]
-    for swap in swaps:
-        swap.result()
-    return completions
+    for tokens in (1100, 500):
+        driver.after(tokens)
+        driver.swap().result()
+    return [future.result() for future in running]
 
 
 def abort_while_draining(driver: Driver) -> dict[str, Any]:

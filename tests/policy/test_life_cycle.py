@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from forge_async.policy import PolicyConfig, UpdateConfig
 from forge_async.policy.engine import PolicyEngine, spans_of
+from forge_async.policy.live_weights import Prepared
 from forge_async.policy.request import Request
 from forge_async.policy.updates import RULES
 from forge_async.types import Completion
@@ -110,9 +111,10 @@ class Vllm:
                 self.running.append(request)
         outputs = []
         for request in list(self.running):
-            for position in range(len(request.kv), len(request.ids)):
-                if position % BLOCK == 0 and draw() < 0.2 and len(request.ids) - position > 1:
-                    break  # the rest of this prefill comes in a later step
+            start = len(request.kv)
+            for position in range(start, len(request.ids)):
+                if position > start and draw() < 0.1:
+                    break  # the rest of this prefill comes in a later step; some token always comes in this one
                 request.kv.append(self.version)
                 if (position + 1) % BLOCK == 0:
                     self.cache[request.salt, *request.ids[: position + 1]] = request.kv[:]
@@ -145,7 +147,7 @@ class Harness:
     def __init__(self, update: UpdateConfig, seed: int) -> None:
         self.engine = PolicyEngine(PolicyConfig(max_num_seqs=3, update=update), "nowhere")
         self.vllm = self.engine._engine = Vllm(self.engine, seed)  # type: ignore[assignment]
-        self.engine.plan = SimpleNamespace(check=lambda shapes: None, apply=lambda tensors: None, nbytes=0)  # type: ignore[assignment]
+        self.engine.weights = SimpleNamespace(apply=lambda prepared: None, plan=SimpleNamespace(nbytes=0))  # type: ignore[assignment]
         self.requests: list[tuple[Request, Params]] = []
         self.aborted: set[str] = set()
         self.named, self.swaps, self.holds = 0, [], []
@@ -164,7 +166,7 @@ class Harness:
 
     def swap(self) -> None:
         self.named += 1
-        self.swaps.append(self.engine.swap(self.named, {}))
+        self.swaps.append(self.engine.swap(self.named, Prepared({}, None, False, 0.0)))
 
     def hold(self, back: int) -> None:
         self.holds.append(self.engine.hold(max(0, self.engine.version - back)))

@@ -208,7 +208,7 @@ async def test_training_goes_on_beside_a_publication(loop) -> None:
     async with asyncio.timeout(10):
         steps = [step async for step in running.steps(2)]
     assert len(steps) == 2
-    assert sorted(trainer.calls) == ["publish"] * 2 + ["published"] * 2 + ["step"] * 2
+    assert [name for name in trainer.calls if name != "published"] == ["step", "publish"] * 2
     assert running.tally.digests == {1: "d1", 2: "d2"}, "the last version is published before the loop ends"
 
 

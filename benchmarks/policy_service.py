@@ -97,8 +97,9 @@ class ServiceUnderLoad:
         from forge_async.store import TensorShard
 
         self.version += 1
-        scale = 1 + 1e-4 * (self.version % 3)
-        shards = [TensorShard.whole(name, tensor * scale) for name, tensor in self.tensors.items()]
+        for tensor in self.tensors.values():
+            tensor.mul_(1 + 1e-5 * (self.version % 3))
+        shards = [TensorShard.whole(name, tensor) for name, tensor in self.tensors.items()]
         await self.store.commit(self.version, [await self.store.put_part(self.version, 0, shards)])
 
     async def window(self, number: int, seconds: float) -> tuple[float, float, float, dict[str, Any]]:
@@ -118,6 +119,7 @@ class ServiceUnderLoad:
         producers = [asyncio.create_task(produce()) for _ in range(self.batch)]
         await asyncio.sleep(WARM_UP_S)
         first = await self.status()
+        await asyncio.sleep(seconds / 4)  # undisturbed, to compare with
         await self.publish()
         told = await self.status()
         (report,) = await self.service.fan_out("sync", self.version)

@@ -20,8 +20,9 @@ from monarch.actor import concurrent_endpoint
 
 from forge_async.errors import ForgeError
 from forge_async.mesh import ForgeActor
-from forge_async.policy.attestation import DigestMismatchError, attest, digest
+from forge_async.policy.attestation import DigestMismatchError, attest
 from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.store.digest import tensor_digest
 from forge_async.types import Completion
 
 if TYPE_CHECKING:
@@ -343,4 +344,4 @@ def _end_process(error: BaseException) -> None:
 
 
 def _live_digests(engine: PolicyEngine) -> dict[str, str]:
-    return {name: digest(tensor) for name, tensor in engine.weights.tensors()}
+    return {name: tensor_digest(tensor) for name, tensor in engine.weights.tensors()}

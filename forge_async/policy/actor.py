@@ -331,7 +331,9 @@ class PolicyActor(ForgeActor):
 
 
 def _lower_priority(nice: int) -> None:
-    """Of the calling thread alone, for good."""
+    """Of the calling thread alone, for good; only Linux has threads of their own priority."""
+    if sys.platform != "linux":
+        return
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + nice, 19))
 

@@ -24,7 +24,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-WARM_UP_S = 4.0
+WARM_UP_TOKENS = 2
+"""Per request, before a window begins: its first forward pass computes all prompts and takes seconds."""
 
 
 def workload(batch: int) -> Iterator[tuple[list[int], int, int]]:
@@ -55,11 +56,10 @@ def bare(connection: Connection, model: str, dtype: str, batch: int, core: int) 
     for window, seconds in enumerate(iter(connection.recv, None)):
         requests, tokens = workload(batch), 0
         running: set[str] = set()
-        began = time.perf_counter()
         counting = None
         while True:
             now = time.perf_counter()
-            if counting is None and now > began + WARM_UP_S:
+            if counting is None and tokens >= WARM_UP_TOKENS * batch:
                 counting, tokens = now, 0
             if counting is not None and now > counting + seconds:
                 break
@@ -97,8 +97,9 @@ class ServiceUnderLoad:
         from forge_async.store import TensorShard
 
         self.version += 1
-        scale = 1 + 1e-4 * (self.version % 3)
-        shards = [TensorShard.whole(name, tensor * scale) for name, tensor in self.tensors.items()]
+        for tensor in self.tensors.values():
+            tensor.mul_(1 + 1e-5 * (self.version % 3))
+        shards = [TensorShard.whole(name, tensor) for name, tensor in self.tensors.items()]
         await self.store.commit(self.version, [await self.store.put_part(self.version, 0, shards)])
 
     async def window(self, number: int, seconds: float) -> tuple[float, float, float, dict[str, Any]]:
@@ -116,8 +117,11 @@ class ServiceUnderLoad:
                 ids.discard(name)
 
         producers = [asyncio.create_task(produce()) for _ in range(self.batch)]
-        await asyncio.sleep(WARM_UP_S)
-        first = await self.status()
+        before = first = await self.status()
+        while first[1] < before[1] + WARM_UP_TOKENS * self.batch:
+            await asyncio.sleep(0.05)
+            first = await self.status()
+        await asyncio.sleep(seconds / 4)  # undisturbed, to compare with
         await self.publish()
         told = await self.status()
         (report,) = await self.service.fan_out("sync", self.version)

@@ -20,9 +20,10 @@ from monarch.actor import concurrent_endpoint
 
 from forge_async.errors import ForgeError
 from forge_async.mesh import ForgeActor
-from forge_async.policy.attestation import DigestMismatchError, attest, attest_parts, digest
+from forge_async.policy.attestation import DigestMismatchError, attest, attest_parts
 from forge_async.policy.config import PolicyConfig, SamplingConfig
 from forge_async.policy.weight_plan import WeightMismatchError
+from forge_async.store.digest import tensor_digest
 from forge_async.types import Completion
 
 if TYPE_CHECKING:
@@ -418,7 +419,9 @@ class PolicyActor(ForgeActor):
 
 
 def _lower_priority(nice: int) -> None:
-    """Of the calling thread alone, for good."""
+    """Of the calling thread alone, for good; only Linux has threads of their own priority."""
+    if sys.platform != "linux":
+        return
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + nice, 19))
 
@@ -431,4 +434,4 @@ def _end_process(error: BaseException) -> None:
 
 
 def _live_digests(engine: PolicyEngine) -> dict[str, str]:
-    return {name: digest(tensor) for name, tensor in engine.weights.tensors()}
+    return {name: tensor_digest(tensor) for name, tensor in engine.weights.tensors()}

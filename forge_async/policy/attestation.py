@@ -7,20 +7,11 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from forge_async.errors import ForgeError
-from forge_async.store.digest import pieces_digest
-
-DIGESTED_AT_ONCE = 1 << 18
-"""Elements. Digesting holds the interpreter's lock, which forward passes need."""
+from forge_async.store.digest import tensor_digest
 
 
 class DigestMismatchError(ForgeError):
     """What the generator holds is not what the trainer published."""
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """``tensor_digest``, in short parts."""
-    parts = tensor.detach().to("cpu").contiguous().reshape(-1).split(DIGESTED_AT_ONCE)
-    return pieces_digest(tensor.dtype, tuple(tensor.shape), parts)
 
 
 def attest(
@@ -42,21 +33,12 @@ def attest(
     """
     for name, tensor in held:
         same = published[name].dtype == tensor.dtype
-        expected = digests[name] if same else digest(published[name].to(tensor.dtype))
-        found = digest(tensor)
+        expected = digests[name] if same else tensor_digest(published[name].to(tensor.dtype))
+        found = tensor_digest(tensor)
         if found != expected:
             raise DigestMismatchError(
                 f"version {version}: {name} is held with digest {found}, published was {expected}"
             )
-    check_aliases(version, digests, aliases)
-
-
-def check_aliases(version: int, digests: Mapping[str, str], aliases: Mapping[str, str]) -> None:
-    """That published tensors which are one in the engine (tied embeddings) are the same.
-
-    Raises:
-        DigestMismatchError: naming two that differ.
-    """
     for name, target in aliases.items():
         if name in digests and digests[name] != digests[target]:
             raise DigestMismatchError(

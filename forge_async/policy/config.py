@@ -73,9 +73,9 @@ class UpdateConfig:
     layers: str = "auto"
     """How CPU engines hold matrices. ``packed``: in the blocks that oneDNN's kernels read, which is faster, and dearer
     to update. ``live``: as a checkpoint does. ``auto``: whichever costs less at the measured time between updates."""
-    pull_nice: int = 12
-    """Added to the nice value of the thread that prepares a new version. If it shares a core with a busy engine, 12
-    leaves it 6% of the core, 0 leaves it half: the new version is live sooner and tokens are slower meanwhile."""
+    pull_nice: int = 11
+    """Added to the nice value of the thread that prepares a new version. If it shares a core with a busy engine, 11
+    leaves it 8% of the core, 0 leaves it half: the new version is live sooner and tokens are slower meanwhile."""
     timeout_s: float = 300.0
     """A replica that has not taken a new version within this many seconds hangs: it is killed and respawned. In the
     modes drain and blocking the requests that run must end within it."""

@@ -277,14 +277,14 @@ class TrainerEngine:
 
         Tensors share memory with live parameters: copy before the next step.
         """
-        memory = weights.memory_of(self.model)
-        if self._handed_out is not None and self._handed_out[0] == memory:
+        if self._handed_out is not None and self._handed_out[0] == weights.memory_of(self.model):
             shards = self._handed_out[1]
         else:
             shards = list(weights.hf_shards(self.model, self.adapter, self.rank, self.world_size))
+            memory = weights.memory_of(self.model)
             views = {shard.tensor.untyped_storage().data_ptr() for shard in shards} <= set(memory)
             lasting = views and not weights.gathers(self.model, self.adapter)
-            self._handed_out = (weights.memory_of(self.model), shards) if lasting else None
+            self._handed_out = (memory, shards) if lasting else None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the copies are made in another stream
         return shards

@@ -53,6 +53,8 @@ class Lease:
 
     lease_id: int
     manifest: Manifest
+    segments: dict[str, Segment]
+    """Of those buckets that lie in shared memory, by key: a reader on this host needs nothing else."""
     live_segments: list[str]
 
 
@@ -302,7 +304,7 @@ class Registry(ForgeActor):
             raise VersionGone(f"{what}; it holds {have}")
         lease_id = next(self._lease_numbers)
         self._leases[lease_id] = (entry.manifest.version, time.monotonic() + self._lease_ttl_s)
-        return Lease(lease_id, entry.manifest, self._pool.live())
+        return Lease(lease_id, entry.manifest, self._segments_of(entry), self._pool.live())
 
     @concurrent_endpoint
     async def renew(self, lease_id: int) -> bool:
@@ -392,8 +394,11 @@ class Registry(ForgeActor):
 
     def _memory_of(self, entry: _Version) -> dict[str, torch.Tensor]:
         """Buckets in this process's memory, by key."""
+        return {key: attach(segment) for key, segment in self._segments_of(entry).items()}
+
+    def _segments_of(self, entry: _Version) -> dict[str, Segment]:
         return {
-            key: attach(segment)
+            key: segment
             for buckets in entry.all_buckets()
             for key, segment in zip(buckets.sizes, buckets.segments, strict=False)
         }

@@ -53,6 +53,8 @@ class TrainerEngine:
         self.total_steps = total_steps
         self.version = 0
         """Policy version: optimizer steps completed."""
+        self._handed_out: tuple[list[int], list[weights.HfShard]] | None = None
+        """Where parameters lay, and the shards that view them, which serve again while they lie there."""
         self.before_update: Callable[[], None] = lambda: None
         """Called before parameters change: whoever reads them beside training may hold the change up."""
         self.hf_config = read_hf_config(model_path)
@@ -293,7 +295,14 @@ class TrainerEngine:
 
         Tensors share memory with live parameters: copy before the next step.
         """
-        shards = list(weights.hf_shards(self.model, self.adapter, self.rank, self.world_size))
+        if self._handed_out is not None and self._handed_out[0] == weights.memory_of(self.model):
+            shards = self._handed_out[1]
+        else:
+            shards = list(weights.hf_shards(self.model, self.adapter, self.rank, self.world_size))
+            memory = weights.memory_of(self.model)
+            views = {shard.tensor.untyped_storage().data_ptr() for shard in shards} <= set(memory)
+            lasting = views and not weights.gathers(self.model, self.adapter)
+            self._handed_out = (memory, shards) if lasting else None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the copies are made in another stream
         return shards

@@ -142,6 +142,22 @@ def hf_layout(model: nn.Module, adapter: Any) -> dict[str, tuple[torch.dtype, tu
     return layout
 
 
+def memory_of(model: nn.Module) -> list[int]:
+    """Addresses of this rank's parameters: while they stay the same, so do views of them."""
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    return [tensor.untyped_storage().data_ptr() for tensor in local]
+
+
+def gathers(model: nn.Module, adapter: Any) -> bool:
+    """Whether :func:`hf_shards` is collective; the same on every rank."""
+    return any(
+        isinstance(value, DTensor)
+        and _needs_whole(adapter, name, value)
+        and not (_permuted_heads(adapter, name) and _is_split_by_rows(value))
+        for name, value in model.state_dict().items()
+    )
+
+
 def _permuted_heads(adapter: Any, name: str) -> int:
     """Heads of a tensor whose rows llama permutes (query and key); 0 for every other tensor."""
     found = _PERMUTED.search(name)

@@ -189,6 +189,7 @@ def main() -> None:
             engine.config = replace(config, update=update)
             every = 0 if name == "no update" else options.every
             runs[name].append(measure(engine, work(), Publisher(engine, weights, every, options.train)))
+            print(f"{name}: { {key: round(value, 2) for key, value in runs[name][-1].items()} }", flush=True)
     engine.stop()
 
     rows = {name: {key: statistics.median(run[key] for run in of) for key in of[0]} for name, of in runs.items()}

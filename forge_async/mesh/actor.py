@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 _spawn_numbers = itertools.count()
 
+KILLED_S = 10.0
+"""Longest wait for the end of processes that were sent SIGKILL; it takes a moment, on a loaded machine several."""
+
 WORKER_ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -272,7 +275,7 @@ class ActorHandle:
             if self._pids:
                 remaining = await wait_until_gone(self._pids, timeout_s)
                 kill_processes(remaining)
-                await wait_until_gone(remaining, timeout_s)
+                await wait_until_gone(remaining, KILLED_S)
             await asyncio.wait({asking}, timeout=max(0.5, deadline - time.monotonic()))
         finally:
             asking.cancel()

@@ -129,7 +129,7 @@ def test_a_loader_that_cannot_be_replayed_is_named() -> None:
         (lambda: SamplingConfig(temperature=1e-6), "temperature"),
         (lambda: SamplingConfig(top_p=0), "top_p"),
         (lambda: SamplingConfig(max_tokens=0), "max_tokens"),
-        (lambda: UpdateConfig(mode="drain"), "mode"),
+        (lambda: UpdateConfig(mode="drian"), "mode"),
         (lambda: UpdateConfig(kv="drop"), "kv"),
         (lambda: PolicyConfig(dtype="float64"), "dtype"),
         (lambda: PolicyConfig(max_model_len=64), "sampling.max_tokens"),

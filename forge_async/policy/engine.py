@@ -42,7 +42,7 @@ from forge_async.policy.live_weights import LiveWeights, Prepared
 from forge_async.policy.lockstep import Command, Lockstep, LockstepBroken
 from forge_async.policy.request import Request, sampling_params
 from forge_async.policy.updates import UpdateRules
-from forge_async.policy.weight_plan import WeightMismatchError, WeightPlan
+from forge_async.policy.weight_plan import build_plan
 from forge_async.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -575,30 +575,3 @@ def spans_of(versions: Sequence[int]) -> list[tuple[int, int, int]]:
         start = spans[-1][2] if spans else 0
         spans.append((int(version), start, start + len(list(run))))
     return spans
-
-
-def build_plan(model: torch.nn.Module, model_path: str | Path, whole: bool = True) -> WeightPlan:
-    """The weight plan of a vLLM ``model`` that was just loaded from ``model_path``, proved by reading it backwards.
-
-    Args:
-        whole: False on a tensor-parallel rank, which holds parts of the tensors: they are compared where it has them.
-    Raises:
-        WeightMismatchError: what the plan reads back is not what the checkpoint holds (a layout of this model, device
-            or vLLM release that in-place copies would not serve).
-    """
-    parameters = dict(model.named_parameters())
-    aliases = {}
-    embedding, head = parameters.get("model.embed_tokens.weight"), getattr(model, "lm_head", None)
-    if embedding is not None and getattr(head, "weight", None) is embedding:
-        aliases["lm_head.weight"] = "model.embed_tokens.weight"
-    plan = WeightPlan.record(model.load_weights, parameters, checkpoint.layout(model_path), aliases)
-    for name, tensor in checkpoint.tensors(model_path):
-        if name not in plan.entries:
-            continue
-        tensor = tensor.to(plan.entries[name].dtype).to(plan.device)
-        if not (torch.equal(plan.read(name), tensor) if whole else plan.holds(name, tensor)):
-            raise WeightMismatchError(
-                f"{name}: the live parameters do not hold the checkpoint's values as loaded, so weights of this model "
-                "cannot be replaced in place here"
-            )
-    return plan

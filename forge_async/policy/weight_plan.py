@@ -15,12 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_async.errors import ForgeError
+from forge_async.policy import checkpoint
 
 NOT_A_WEIGHT = "rotary_emb.inv_freq"
 """Names with this in them are computed, not learned; checkpoints of some models carry them all the same."""
@@ -74,7 +76,7 @@ class WeightPlan:
     """HF name -> parts of parameters. Build it with :meth:`record`.
 
     The plan holds names and strides, no memory: it serves the live parameters, which it knows, and any other set of
-    tensors of the same names and layouts (``of=``, ``into=``).
+    tensors of the same names and layouts (``of=``; :meth:`write` is told where to).
 
     ``aliases`` maps an HF name that shares another one's parameter (tied embeddings) to that other name. An update may
     or may not contain it; where it does, attestation shows whether it holds the same values.
@@ -153,15 +155,6 @@ class WeightPlan:
                     f"{name}: the update's shape is {list(shape)}, the generator's {list(entry.shape)}"
                 )
 
-    def apply(self, tensors: Mapping[str, torch.Tensor], into: Callable[[str], torch.Tensor] | None = None) -> None:
-        """Copy a whole version into the live parameters, in place. Call :meth:`check` before.
-
-        Dtypes are converted where they differ. ``into`` gives other tensors, by parameter name, to be written instead.
-        """
-        for parameter in self.writes:
-            self.write(parameter, tensors, self.parameters[parameter] if into is None else into(parameter))
-        self.wait_for_copies()
-
     def write(self, parameter: str, tensors: Mapping[str, torch.Tensor], into: torch.Tensor) -> None:
         """Copy what a version holds for one ``parameter`` to ``into``; on a GPU the copies are only started."""
         with torch.inference_mode():
@@ -214,14 +207,37 @@ class WeightPlan:
                 for piece in entry.pieces
             )
 
-    def read_all(self) -> dict[str, torch.Tensor]:
-        """Every HF tensor as the model holds it now, aliases left out."""
-        return {name: self.read(name) for name in self.entries}
-
     @property
     def nbytes(self) -> int:
         """Bytes copied by one swap."""
         return sum(piece.numel * entry.dtype.itemsize for entry in self.entries.values() for piece in entry.pieces)
+
+
+def build_plan(model: torch.nn.Module, model_path: str | Path, whole: bool = True) -> WeightPlan:
+    """The weight plan of a vLLM ``model`` that was just loaded from ``model_path``, proved by reading it backwards.
+
+    Args:
+        whole: False on a tensor-parallel rank, which holds parts of the tensors: they are compared where it has them.
+    Raises:
+        WeightMismatchError: what the plan reads back is not what the checkpoint holds (a layout of this model, device
+            or vLLM release that in-place copies would not serve).
+    """
+    parameters = dict(model.named_parameters())
+    aliases = {}
+    embedding, head = parameters.get("model.embed_tokens.weight"), getattr(model, "lm_head", None)
+    if embedding is not None and getattr(head, "weight", None) is embedding:
+        aliases["lm_head.weight"] = "model.embed_tokens.weight"
+    plan = WeightPlan.record(model.load_weights, parameters, checkpoint.layout(model_path), aliases)
+    for name, tensor in checkpoint.tensors(model_path):
+        if name not in plan.entries:
+            continue
+        tensor = tensor.to(plan.entries[name].dtype).to(plan.device)
+        if not (torch.equal(plan.read(name), tensor) if whole else plan.holds(name, tensor)):
+            raise WeightMismatchError(
+                f"{name}: the live parameters do not hold the checkpoint's values as loaded, so weights of this model "
+                "cannot be replaced in place here"
+            )
+    return plan
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -107,6 +107,10 @@ class _Version:
         """What every rank's ``finish`` waits for."""
         self.settled.add_done_callback(lambda future: future.exception())  # perhaps nobody waits
 
+    def knows(self, rank: int) -> bool:
+        """Whether the rank has begun or ended its part: if it begins another, that is a new attempt."""
+        return rank in self.parts or rank in self.outcomes
+
     def fail(self, message: str) -> None:
         if not self.settled.done():
             self.settled.set_exception(StoreError(message))
@@ -191,18 +195,16 @@ class Registry(ForgeActor):
     async def begin(self, version: int, rank: int, sizes: list[int], shares_memory: bool, common: bool) -> Grant:
         """Room for the buckets of one rank's part; with ``common``, all ranks get the same buckets.
 
-        A rank that was granted room for this version before starts it over, and so does the first one after a failure:
-        what any rank has put for it is void.
+        A rank that has begun or ended its part of this version before starts the version over: what any rank has put
+        for it is void. One that comes to a version that has failed without it is told why.
         """
         await self._collected()  # its segments can be used again
         entry = self._versions.get(version)
-        if entry is not None and entry.manifest is None and (rank in entry.parts or entry.settled.done()):
-            del self._versions[version]
-            entry.fail(f"version {version}: the part of rank {rank} was put again since")
-            await self._discard(entry)
-        if self._latest is not None and version <= self._latest:
-            raise StoreError(f"version {version} cannot be written: version {self._latest} is committed already")
-        entry = self._versions.setdefault(version, _Version())
+        if entry is not None and entry.manifest is None and entry.knows(rank):
+            await self._start_over(version, entry, rank)
+        entry = self._open(version)
+        if entry.settled.done():
+            await entry.settled  # its finish will be noted, so that its next begin is another attempt
         attempt = f"{next(self._attempts)}"
         own: _Buckets | None = None
         if not common:
@@ -253,10 +255,11 @@ class Registry(ForgeActor):
         committed; returns, or raises, the same for all of them."""
         if attempt is not None:
             entry, _ = self._granted(version, rank, attempt)
-        elif self._latest is not None and version <= self._latest:
-            raise StoreError(f"version {version} cannot be written: version {self._latest} is committed already")
         else:
-            entry = self._versions.setdefault(version, _Version())
+            entry = self._open(version)
+            if rank in entry.outcomes:
+                await self._start_over(version, entry, rank)
+                entry = self._open(version)
         entry.outcomes[rank] = failure
         if failure is not None:
             entry.fail(f"version {version} was not committed: rank {rank}: {failure}")
@@ -332,6 +335,17 @@ class Registry(ForgeActor):
             "segments": len(self._pool.live()),
             "segment_bytes": self._pool.nbytes,
         }
+
+    def _open(self, version: int) -> _Version:
+        """The attempt at ``version`` under way, or a new one."""
+        if self._latest is not None and version <= self._latest:
+            raise StoreError(f"version {version} cannot be written: version {self._latest} is committed already")
+        return self._versions.setdefault(version, _Version())
+
+    async def _start_over(self, version: int, entry: _Version, rank: int) -> None:
+        del self._versions[version]
+        entry.fail(f"version {version}: the part of rank {rank} was put again since")
+        await self._discard(entry)
 
     def _granted(self, version: int, rank: int, attempt: str) -> tuple[_Version, _Part]:
         entry = self._versions.get(version)

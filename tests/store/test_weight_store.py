@@ -173,17 +173,36 @@ async def test_a_part_put_again_voids_the_former(store, writers):
         await store.commit(4, again)
 
 
+@pytest.mark.parametrize(("version", "granted"), [(5, False), (6, True)], ids=["before its room", "in its room"])
+async def test_a_rank_that_comes_after_anothers_failure_is_told_and_may_try_again(store, version, granted):
+    failure = f"version {version} was not committed: rank 1: no space left"
+
+    async def fail() -> None:
+        attempt = (await store._request("begin", version, 1, [64], True, False)).attempt if granted else None
+        with pytest.raises(StoreError, match=failure):
+            await store._request("finish", version, 1, 2, attempt, "no space left")
+
+    async def publish(rank: int) -> str:
+        return (await asyncio.wait_for(store.publish(version, rank, 2, shards(version, rank, 2)), 10)).digest
+
+    for _ in range(2):
+        await fail()
+        with pytest.raises(StoreError, match=failure):
+            await publish(0)
+    assert set(await asyncio.gather(publish(0), publish(1))) == {version_digest(full_tensors(version))}
+
+
 async def test_a_leased_version_stays_and_goes_when_released(store, writers, reader):
-    assert await reader.call_one("hold", store) == 4
-    await writers.call_one("publish_many", store, 5, 4)
-    assert (await store.stats())["versions"] == [4, 7, 8]
+    assert await reader.call_one("hold", store) == 6
+    await writers.call_one("publish_many", store, 7, 4)
+    assert (await store.stats())["versions"] == [6, 9, 10]
     read, published = await reader.call_one("held_digest")
-    assert read == published == version_digest(full_tensors(4))
-    with pytest.raises(VersionGone, match=r"version 5 is not in the store; it holds \[4, 7, 8\]"):
+    assert read == published == version_digest(full_tensors(6))
+    with pytest.raises(VersionGone, match=r"version 5 is not in the store; it holds \[6, 9, 10\]"):
         await store.acquire(5)
     await reader.call_one("release")
     stats = await store.stats()
-    assert (stats["versions"], stats["leases"], stats["pending"]) == ([7, 8], 0, [])
+    assert (stats["versions"], stats["leases"], stats["pending"]) == ([9, 10], 0, [])
 
 
 async def test_a_hundred_publishes_are_bounded(store, writers, reader):

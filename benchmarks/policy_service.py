@@ -100,7 +100,7 @@ class ServiceUnderLoad:
         for tensor in self.tensors.values():
             tensor.mul_(1 + 1e-5 * (self.version % 3))
         shards = [TensorShard.whole(name, tensor) for name, tensor in self.tensors.items()]
-        await self.store.commit(self.version, [await self.store.put_part(self.version, 0, shards)])
+        await self.store.publish(self.version, 0, 1, shards)
 
     async def window(self, number: int, seconds: float) -> tuple[float, float, float, dict[str, Any]]:
         """Tokens per second: of the whole window, of its rest, while pulling; and the update's report."""

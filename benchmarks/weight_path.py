@@ -4,8 +4,8 @@
 
 A trainer publishes float32 master weights as bfloat16, a policy replica pulls them and swaps them in; each is the real
 actor in its process, pinned to its own core (several trainer ranks share theirs). One path is timed in the controller,
-from the call of ``publish`` to the swap's end: hand-over, cast into shared memory, digests, commit, announcement, pull,
-swap. The replica's attestation (digests of its live parameters) comes after the swap and is shown apart.
+from the call of ``publish`` to the swap's end: hand-over, cast into shared memory, digests, commit, pull (which begins
+while the version is written; what is shown is the rest of it after the commit), swap. The replica's attestation (digests of its live parameters) comes after the swap and is shown apart.
 
 In turns with it, on the same cores and the same bytes: the raw rate (one process copies into shared memory, another
 copies out; the two copies' own times, no messages), and torchstore's plain ``put_state_dict`` and ``get_state_dict``.
@@ -127,9 +127,10 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             raw_in, raw_out = await writer.call_one("copy", True), await reader.call_one("copy", False)
             began = time.perf_counter()
             version = (await trainer.call("publish"))[0]
+            live = asyncio.ensure_future(policy.call_one("sync", version))  # reads it while it is written
             published = (await trainer.call("published", version))[0]
             committed = time.perf_counter()
-            report = await policy.call_one("sync", version)
+            report = await live
             wall = time.perf_counter() - began - report["attest_s"]
             assert report["digest"] == published["digest"] and report["version"] == version
             await trainer.call("advance")

@@ -279,7 +279,8 @@ class AsyncLoop:
         return step
 
     async def _announce(self, version: int) -> None:
-        """Wait until ``version`` is committed, then until the replicas have it."""
+        """Let the replicas read ``version`` while it is written; wait until it is committed, and until they have it."""
+        await self._ask_replicas("follow", version)
         published = (await self._trainer("published", version))[0]
         self.tally.digests[version] = published["digest"]
         self.record("published", **published)

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from forge_async.policy.engine import PolicyEngine
     from forge_async.policy.live_weights import Prepared
-    from forge_async.store import Manifest, WeightStore
+    from forge_async.store import Manifest, Pulled, WeightStore
 
 DRAINED = (
     "generated_tokens",
@@ -165,7 +165,10 @@ class PolicyActor(ForgeActor):
 
     @concurrent_endpoint
     async def follow(self, version: int) -> None:
-        """Tell that ``version`` is committed; returns at once. It is pulled beside generation and swapped in.
+        """Tell that ``version`` is committed, or being published; returns at once.
+
+        It is pulled beside generation, while it is written where the store is on this host, and swapped in once it is
+        committed.
 
         Of several versions told meanwhile only the newest is applied. Raises what ended the follower, if it has ended.
         """
@@ -179,8 +182,8 @@ class PolicyActor(ForgeActor):
         Returns:
             ``version``, ``digest`` (of the live parameters, read back and equal to the published one), ``pause_ms``
             (between two forward passes), ``in_flight`` (requests running when the swap came), ``nbytes``, ``pull_s``
-            (preparation included), ``attest_s``, ``swap`` and ``layers`` (the ways taken). Empty on ranks other than 0,
-            which has them all live when it returns.
+            (from the commit until all was prepared), ``attest_s``, ``swap`` and ``layers`` (the ways taken). Empty on
+            ranks other than 0, which has them all live when it returns.
         """
         if self._rank > 0:
             return {}
@@ -315,39 +318,39 @@ class PolicyActor(ForgeActor):
     async def _pull_and_swap(self, engine: PolicyEngine) -> dict[str, Any]:
         """One update. The lease is held until the swap is done, since the tensors may be views of shared memory."""
         assert self.store is not None
-        began = time.perf_counter()
-        lease = await self.store.acquire(None if self._rank == 0 else self._wanted)
+        if self._rank == 0:
+            lease = await self.store.acquire_next(self._wanted)
+        else:
+            lease = await self.store.acquire(self._wanted)
+        preparing = asyncio.ensure_future(self._beside(lambda: engine.prepare(lease, lease.shapes)))
         try:
-            if lease.version < self._wanted:
-                raise ForgeError(f"told of version {self._wanted}, but the store's newest is {lease.version}")
-            if self._rank == 0:
-                engine.announce(lease.version)
-            tensors = await self._beside(lambda: dict(lease.tensors()))
-            update = await self._swap(engine, lease.manifest, tensors, began)
-            del tensors
+            update = await self._swap(engine, lease, preparing)
             await self._beside(engine.weights.discard)
             return update
         finally:
-            await lease.release()
+            await lease.release()  # which ends preparing too, where that still waits for the writer
+            await asyncio.gather(preparing, return_exceptions=True)
 
-    async def _swap(
-        self, engine: PolicyEngine, manifest: Manifest, tensors: dict[str, torch.Tensor], began: float
-    ) -> dict[str, Any]:
-        """Prepare, attest and swap a version.
+    async def _swap(self, engine: PolicyEngine, lease: Pulled, preparing: asyncio.Future[Prepared]) -> dict[str, Any]:
+        """Attest and swap a version, which is being prepared, once it is committed.
 
         A flip is attested before it is made: where that fails, the old weights stay live. A copy can be attested only
         when the old weights are gone: the published tensors are checked before, and the engine ends if that fails.
         """
         weights, prepared = engine.weights, None
+        manifest = await lease.committed()
+        committed = time.perf_counter()
+        if self._rank == 0:
+            engine.announce(lease.version)
 
         def check_before() -> None:
             if weights.flips:
-                self._attest(engine, manifest, tensors, prepared)
+                self._attest(engine, manifest, lease, prepared)
             else:
-                attest(manifest.version, manifest.digests(), tensors, tensors.items(), weights.plan.aliases)
+                attest(manifest.version, manifest.digests, lease, lease.items(), weights.plan.aliases)
 
         async with self._agreeing(engine):  # then no rank will wait for another between two forward passes
-            prepared = await self._beside(lambda: engine.prepare(tensors))
+            prepared = await preparing
             pulled = time.perf_counter()
             await self._beside(check_before)
         assert prepared is not None
@@ -360,7 +363,7 @@ class PolicyActor(ForgeActor):
                     if weights.flips:
                         weights.check_live(prepared)
                     else:
-                        await self._beside(lambda: self._attest(engine, manifest, tensors))
+                        await self._beside(lambda: self._attest(engine, manifest, lease))
             except ForgeError as error:
                 await asyncio.to_thread(engine.condemn, error)
                 raise
@@ -370,7 +373,7 @@ class PolicyActor(ForgeActor):
             "pause_ms": report.pause_ms,
             "in_flight": report.in_flight,
             "nbytes": report.nbytes,
-            "pull_s": pulled - began,
+            "pull_s": pulled - committed,
             "attest_s": attested - pulled + time.perf_counter() - swapped,
             "swap": "flip" if weights.flips else "copy",
             "layers": "packed" if prepared.packs else "live",
@@ -401,7 +404,7 @@ class PolicyActor(ForgeActor):
         self,
         engine: PolicyEngine,
         manifest: Manifest,
-        published: dict[str, torch.Tensor],
+        published: Mapping[str, torch.Tensor],
         prepared: Prepared | None = None,
     ) -> None:
         """Compare what the engine holds (``prepared`` or, if None, live) with what was published.
@@ -413,7 +416,7 @@ class PolicyActor(ForgeActor):
         """
         weights = engine.weights
         if engine.lockstep is None:
-            attest(manifest.version, manifest.digests(), published, weights.tensors(prepared), weights.plan.aliases)
+            attest(manifest.version, manifest.digests, published, weights.tensors(prepared), weights.plan.aliases)
         else:
             attest_parts(manifest.version, self._rank, weights.compare(published, prepared))
 

@@ -185,12 +185,14 @@ class PolicyEngine:
         """End a request early: its completion has the tokens so far, finish reason ``abort``. Unknown ids are fine."""
         self._post("abort", request_id)
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
+    def prepare(
+        self, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> Prepared:
         """All of a swap to ``tensors`` (HF name -> full tensor) that can be done while the engine steps.
 
-        In any thread, one at a time. Raises WeightMismatchError where the tensors do not fit the model.
+        In any thread, one at a time; see :meth:`LiveWeights.prepare` for the arguments and errors.
         """
-        return self.weights.prepare(tensors, self.counters.busy_s / max(self.counters.steps, 1))
+        return self.weights.prepare(tensors, self.counters.busy_s / max(self.counters.steps, 1), shapes)
 
     def swap(self, version: int, weights: Prepared | Mapping[str, torch.Tensor]) -> Future[SwapReport]:
         """Make ``weights`` live, labelled ``version``, between two forward passes.

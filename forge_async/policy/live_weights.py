@@ -126,16 +126,22 @@ class LiveWeights:
 
     # ---- any thread ----
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor], step_s: float = 0.0) -> Prepared:
+    def prepare(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        step_s: float = 0.0,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> Prepared:
         """All that can be done for a version without touching what is live; one call at a time.
 
         Args:
             tensors: HF name -> full tensor.
             step_s: mean seconds of a forward pass at present, for ``layers: auto``.
+            shapes: of all tensors, where asking for a tensor may have to wait for it.
         Raises:
             WeightMismatchError: a name or a shape does not fit.
         """
-        self.plan.check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        self.plan.check(shapes or {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         packs = self._choose(step_s)
         if not self.flips:
             return Prepared(tensors, None, packs, 0.0)

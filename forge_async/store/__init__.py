@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from forge_async.store.config import StoreConfig
     from forge_async.store.digest import tensor_digest, version_digest
     from forge_async.store.errors import StoreError, VersionGone
-    from forge_async.store.layout import FullTensor, Manifest, Part, TensorEntry, TensorShard
+    from forge_async.store.layout import FullTensor, Manifest, TensorEntry, TensorShard
+    from forge_async.store.pulled import Pulled
     from forge_async.store.registry import Committed
-    from forge_async.store.weight_store import Pulled, WeightStore
+    from forge_async.store.weight_store import WeightStore
 
 _ROOMS = {
     "StoreConfig": "config",
@@ -22,10 +23,9 @@ _ROOMS = {
     "Committed": "registry",
     "FullTensor": "layout",
     "Manifest": "layout",
-    "Part": "layout",
     "TensorEntry": "layout",
     "TensorShard": "layout",
-    "Pulled": "weight_store",
+    "Pulled": "pulled",
     "WeightStore": "weight_store",
 }
 
@@ -33,7 +33,6 @@ __all__ = [
     "Committed",
     "FullTensor",
     "Manifest",
-    "Part",
     "Pulled",
     "StoreConfig",
     "StoreError",

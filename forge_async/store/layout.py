@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from forge_async.store.digest import pieces_digest, version_digest
+from forge_async.store.digest import pieces_digest
 from forge_async.store.errors import StoreError
 
 ALIGNMENT = 64
@@ -67,15 +69,13 @@ class Piece:
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    bucket: str
-    """The bucket's torchstore key."""
+    bucket: int
+    """Which of the buckets holds it."""
     start: int
     """Bytes from the bucket's start."""
     in_full: bool = False
     """Whether the full tensor begins at ``start``, with the piece at its offsets in it; else the piece lies there
     alone, row-major."""
-    digest: str | None = None
-    """Of the full tensor, where the piece is all of it and its writer has computed it."""
 
     @property
     def numel(self) -> int:
@@ -102,65 +102,113 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one rank has put for one version; invisible to readers until the version is committed."""
+class TensorEntry:
+    """Where one full tensor lies."""
 
-    version: int
-    rank: int
-    attempt: str
-    """Names this put, so that parts of a failed attempt are never committed."""
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """One full tensor of a committed version."""
+class PartPlan:
+    """Where one rank's shards go: the same for every version, so made once; it travels as :func:`packed` bytes."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    digest: str
     pieces: tuple[Piece, ...]
+    """In the order in which they are written; ``bucket`` counts this plan's own."""
+    sizes: tuple[int, ...]
+    """Bytes of each bucket."""
+    common: bool
+    """Whether all ranks that have common buckets write to the same ones."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where all ranks' shards go, checked to make whole tensors; the same for every version too."""
+
+    tensors: dict[str, TensorEntry]
+    """By HF name."""
+    sizes: tuple[int, ...]
+    """Bytes of each bucket: first the common ones, then each rank's own."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A committed version."""
+    """A version that a reader holds."""
 
     version: int
+    layout: Layout
     digest: str
-    tensors: dict[str, TensorEntry]
-    """By HF name."""
-    buckets: dict[str, int] = field(default_factory=dict)
-    """Bytes by torchstore key."""
+    """Of the version; empty while it is being written."""
+    digests: dict[str, str]
+    """Of each full tensor, by HF name."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled by the C pickler: Monarch's own, in Python, takes several times as long for so many records."""
-        return _unpickled, (pickle.dumps(self.__dict__),)
+    @property
+    def tensors(self) -> dict[str, TensorEntry]:
+        """By HF name."""
+        return self.layout.tensors
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buckets together."""
-        return sum(self.buckets.values())
+        return sum(self.layout.sizes)
 
-    def buckets_of(self, regions: Mapping[str, Ranges | None] | None) -> list[str]:
-        """Keys of the buckets that hold ``regions`` (tensor name -> ranges, None for all of it); None: every bucket."""
-        if regions is None:
-            return list(self.buckets)
-        keys = {
+
+def buckets_of(layout: Layout, regions: Mapping[str, Ranges | None] | None) -> list[int]:
+    """The buckets that hold ``regions`` (tensor name -> ranges, None for all of it); None: every bucket in use."""
+    wanted = regions if regions is not None else dict.fromkeys(layout.tensors)
+    return sorted(
+        {
             piece.bucket
-            for name, ranges in regions.items()
-            for piece in self.tensors[name].pieces
+            for name, ranges in wanted.items()
+            for piece in layout.tensors[name].pieces
             if ranges is None or overlap(ranges_of(piece.offsets, piece.shape), ranges)
         }
-        return [key for key in self.buckets if key in keys]
-
-    def digests(self) -> dict[str, str]:
-        """Digest of each full tensor, by HF name."""
-        return {name: entry.digest for name, entry in self.tensors.items()}
+    )
 
 
-def _unpickled(data: bytes) -> Manifest:
-    return Manifest(**pickle.loads(data))
+def packed(plan: PartPlan | Layout) -> bytes:
+    """As bytes: many small records, which Monarch's own pickler, in Python, takes ten times as long for."""
+    return pickle.dumps(plan)
+
+
+@functools.lru_cache(maxsize=8)
+def unpacked_plan(data: bytes) -> PartPlan:
+    """What :func:`packed` has made bytes of."""
+    plan: PartPlan = pickle.loads(data)
+    return plan
+
+
+@functools.lru_cache(maxsize=8)
+def unpacked_layout(data: bytes) -> Layout:
+    """What :func:`packed` has made bytes of."""
+    layout: Layout = pickle.loads(data)
+    return layout
+
+
+@functools.lru_cache(maxsize=8)
+def combined(plans: tuple[bytes, ...]) -> bytes:
+    """The layout that all ranks' plans make, in order of rank; as bytes, like the plans.
+
+    Raises:
+        StoreError: naming the tensor that they disagree on, leave a hole in, or write twice.
+    """
+    parts = [unpacked_plan(plan) for plan in plans]
+    sizes = next((part.sizes for part in parts if part.common), ())
+    pieces: list[Piece] = []
+    for part in parts:
+        before = 0 if part.common else len(sizes)
+        pieces += [replace(piece, bucket=piece.bucket + before) for piece in part.pieces]
+        sizes += () if part.common else part.sizes
+    tensors = {
+        name: TensorEntry(own[0].dtype, own[0].global_shape, tuple(own))
+        for name, own in sorted(group_pieces(pieces).items())
+    }
+    return packed(Layout(tensors, sizes))
 
 
 class Slot(NamedTuple):
@@ -184,6 +232,67 @@ def plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> tuple[list[Slot], l
         slots.append(Slot(len(buckets) - 1, buckets[-1]))
         buckets[-1] += padded
     return slots, buckets
+
+
+class ShardSpec(NamedTuple):
+    """A shard without its values, and the dtype it is published in."""
+
+    name: str
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=8)
+def plan_part(shards: tuple[ShardSpec, ...], full: tuple[FullTensor, ...] | None, bucket_bytes: int) -> bytes:
+    """Plan one rank's part; as bytes, see :class:`PartPlan`.
+
+    Args:
+        full: every tensor of the version, where the ranks have common buckets; else each shard is packed by itself.
+    Raises:
+        StoreError: a shard is not part of any tensor in ``full``.
+    """
+    packs = full if full is not None else [FullTensor(shard.name, shard.dtype, shard.shape) for shard in shards]
+    slots, sizes = plan_buckets([tensor.nbytes for tensor in packs], bucket_bytes)
+    if full is not None:
+        places = {tensor.name: (tensor, slot) for tensor, slot in zip(full, slots, strict=True)}
+        slots = [place_of(shard, places) for shard in shards]
+    pieces = tuple(
+        Piece(
+            shard.name,
+            str(shard.dtype).removeprefix("torch."),
+            shard.global_shape,
+            shard.offsets,
+            shard.shape,
+            slot.bucket,
+            slot.start,
+            in_full=full is not None,
+        )
+        for shard, slot in zip(shards, slots, strict=True)
+    )
+    return packed(PartPlan(pieces, tuple(sizes), common=full is not None))
+
+
+def place_of(shard: ShardSpec, places: Mapping[str, tuple[FullTensor, Slot]]) -> Slot:
+    """Where the full tensor of ``shard`` goes."""
+    full, slot = places.get(shard.name, (None, Slot(0, 0)))
+    if full is None or full.shape != shard.global_shape or full.dtype != shard.dtype:
+        raise StoreError(
+            f"{shard.name}: the shard is of a {shard.dtype} tensor of shape {shard.global_shape}, the layout has "
+            f"{'no such tensor' if full is None else f'a {full.dtype} tensor of shape {full.shape}'}"
+        )
+    return slot
+
+
+def even_runs(sizes: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Cut a sequence of ``sizes`` into at most ``count`` runs, (start, end) each, of about the same sum."""
+    total, done, cuts = sum(sizes), 0, [0]
+    for index, size in enumerate(sizes):
+        done += size
+        if done * count >= total * len(cuts):
+            cuts.append(index + 1)
+    return list(itertools.pairwise(cuts))
 
 
 def group_pieces(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
@@ -255,18 +364,7 @@ def in_row_major_order(pieces: Sequence[Piece]) -> bool:
     return all(piece.shape[1:] == piece.global_shape[1:] for piece in pieces)
 
 
-def build_manifest(
-    version: int, pieces: Mapping[str, Sequence[Piece]], buckets: dict[str, int], digests: dict[str, str]
-) -> Manifest:
-    """The manifest of a checked version; ``pieces`` and ``digests`` by tensor name."""
-    tensors = {
-        name: TensorEntry(name, own[0].dtype, own[0].global_shape, digests[name], tuple(own))
-        for name, own in sorted(pieces.items())
-    }
-    return Manifest(version, version_digest(dict(digests)), tensors, buckets)
-
-
-def digest_of_pieces(pieces: Sequence[Piece], buckets: Mapping[str, torch.Tensor]) -> str:
+def digest_of_pieces(pieces: Sequence[Piece], buckets: Mapping[int, torch.Tensor]) -> str:
     """The digest of a full tensor out of its pieces, without assembling it where they are split along dimension 0."""
     dtype: torch.dtype = getattr(torch, pieces[0].dtype)
     shape = pieces[0].global_shape
@@ -279,7 +377,7 @@ def digest_of_pieces(pieces: Sequence[Piece], buckets: Mapping[str, torch.Tensor
 
 def assemble(
     pieces: Sequence[Piece],
-    buckets: Mapping[str, torch.Tensor],
+    buckets: Mapping[int, torch.Tensor],
     into: torch.Tensor | None = None,
     ranges: Ranges | None = None,
 ) -> torch.Tensor:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import os
 import time
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,17 +19,18 @@ from monarch.actor import concurrent_endpoint
 
 from forge_async.mesh import ForgeActor
 from forge_async.store import torchstore_compat
-from forge_async.store.digest import pieces_digest
+from forge_async.store.digest import version_digest
 from forge_async.store.errors import StoreError, VersionGone
 from forge_async.store.layout import (
-    Manifest,
-    Part,
+    Layout,
+    PartPlan,
     Piece,
-    build_manifest,
+    combined,
     digest_of_pieces,
-    group_pieces,
+    unpacked_layout,
+    unpacked_plan,
 )
-from forge_async.store.shared_memory import Segment, attach, create_segment, destroy_segment
+from forge_async.store.shared_memory import Segment, SegmentPool, attach, create_segment
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class Grant:
     """The answer to ``begin``: where a rank may write its part."""
 
     attempt: str
+    """Names this part, so that what belongs to a failed attempt is never committed."""
     keys: list[str]
     """One per bucket: its torchstore key."""
     segments: list[Segment] | None
@@ -52,10 +53,27 @@ class Lease:
     """The answer to ``acquire``: a version that stays until released or expired."""
 
     lease_id: int
-    manifest: Manifest
-    segments: dict[str, Segment]
-    """Of those buckets that lie in shared memory, by key: a reader on this host needs nothing else."""
+    version: int
+    layout: bytes
+    """A packed :class:`Layout`, the same bytes for every version."""
+    keys: list[str]
+    """One per bucket: its torchstore key."""
+    segments: dict[int, Segment]
+    """Of those buckets that lie in shared memory: a reader on this host needs nothing else."""
     live_segments: list[str]
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a version is."""
+
+    written: list[str]
+    """Tensors that are complete since it was asked last, while the version is being written."""
+    digest: str = ""
+    """Of the version, once it is committed."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Of its tensors, then."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +85,11 @@ class Committed:
     nbytes: int
 
 
-Place = tuple[str, int]
-"""Where a full tensor lies: its bucket's key and the bytes from the bucket's start."""
-
-
 @dataclass
 class _Buckets:
     """Room for a version, or for one rank's part of it."""
 
-    sizes: dict[str, int]
-    """Bytes by torchstore key."""
+    keys: list[str]
     segments: list[Segment]
     """One per bucket, none where the rank puts its buckets itself."""
     put: asyncio.Future[Any] | None = None
@@ -85,27 +98,50 @@ class _Buckets:
 
 @dataclass
 class _Part:
-    """What one rank was granted, and has delivered, for one version."""
+    """What one rank was granted, and has written, for one version."""
 
     attempt: str
+    plan: bytes
     own: _Buckets | None
     """None: it writes to the buckets that all ranks have in common."""
-    pieces: list[Piece] = field(default_factory=list)
+    written: int = 0
+    """Pieces of the plan."""
 
 
 class _Version:
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.parts: dict[int, _Part] = {}
         self.common: _Buckets | None = None
         self.outcomes: dict[int, str | None] = {}
         """What went wrong, or None, of each rank that has finished."""
-        self.filled: Counter[Place] = Counter()
-        """Elements delivered of tensors that several ranks write to one place."""
-        self.digesting: list[asyncio.Future[dict[Place, str]]] = []
-        self.manifest: Manifest | None = None
+        self.layout_data: bytes | None = None
+        """Known when all ranks have begun."""
+        self.arranged: asyncio.Future[None] | None = None
+        self.missing: dict[str, int] = {}
+        """Elements of each tensor that are not written yet."""
+        self.written: list[str] = []
+        """Tensors that are complete, in this order."""
+        self.digests: dict[str, str] = {}
+        self.digesting: list[asyncio.Future[dict[str, str]]] = []
+        self.committed: Committed | None = None
         self.settled: asyncio.Future[Committed] = asyncio.get_running_loop().create_future()
         """What every rank's ``finish`` waits for."""
         self.settled.add_done_callback(lambda future: future.exception())  # perhaps nobody waits
+
+    @property
+    def layout(self) -> Layout:
+        assert self.layout_data is not None
+        return unpacked_layout(self.layout_data)
+
+    @property
+    def failed(self) -> bool:
+        return self.settled.done() and self.committed is None
+
+    @property
+    def within_reach(self) -> bool:
+        """Whether it can be read while it is written: all of it lies in shared memory, and it is known where."""
+        return self.layout_data is not None and len(self.segments()) == len(self.layout.sizes)
 
     def knows(self, rank: int) -> bool:
         """Whether the rank has begun or ended its part: if it begins another, that is a new attempt."""
@@ -116,48 +152,24 @@ class _Version:
             self.settled.set_exception(StoreError(message))
 
     def all_buckets(self) -> list[_Buckets]:
-        found = [part.own for part in self.parts.values()] + [self.common]
+        """The common ones, then each rank's own, as in the layout."""
+        found = [self.common, *(self.parts[rank].own for rank in sorted(self.parts))]
         return [buckets for buckets in found if buckets is not None]
 
+    def keys(self) -> list[str]:
+        return [key for buckets in self.all_buckets() for key in buckets.keys]
 
-class SegmentPool:
-    """Segments to be used again: fresh memory costs a page fault per 4 KiB, several times the copy itself."""
+    def segments(self) -> dict[int, Segment]:
+        """By bucket; of those in shared memory."""
+        found: list[Segment | None] = []
+        for buckets in self.all_buckets():
+            found += buckets.segments or [None] * len(buckets.keys)
+        return {index: segment for index, segment in enumerate(found) if segment is not None}
 
-    def __init__(self) -> None:
-        self.free: list[Segment] = []
-        self.used: dict[str, Segment] = {}
-
-    def take(self, nbytes: int) -> Segment:
-        """A segment of at least ``nbytes``, free or new."""
-        fitting = [segment for segment in self.free if nbytes <= segment.nbytes <= nbytes + nbytes // 4 + 4096]
-        if fitting:
-            segment = min(fitting, key=lambda candidate: candidate.nbytes)
-            self.free.remove(segment)
-        else:
-            segment = create_segment(-(-nbytes // 4096) * 4096)
-        self.used[segment.segment_id] = segment
-        return segment
-
-    def give_back(self, segments: list[Segment]) -> None:
-        for segment in segments:
-            self.free.append(self.used.pop(segment.segment_id))
-
-    def give_up(self, segments: list[Segment]) -> None:
-        """Segments that somebody may still write to: never used again."""
-        for segment in segments:
-            destroy_segment(self.used.pop(segment.segment_id))
-
-    def trim(self, limit_bytes: int) -> None:
-        """Destroy free segments, oldest first, until they hold at most ``limit_bytes``."""
-        while self.free and sum(segment.nbytes for segment in self.free) > limit_bytes:
-            destroy_segment(self.free.pop(0))
-
-    def live(self) -> list[str]:
-        return [*self.used, *(segment.segment_id for segment in self.free)]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(segment.nbytes for segment in [*self.used.values(), *self.free])
+    def progress(self, seen: int) -> Progress:
+        if self.committed is None:
+            return Progress(self.written[seen:])
+        return Progress([], self.committed.digest, self.digests)
 
 
 class Registry(ForgeActor):
@@ -174,11 +186,12 @@ class Registry(ForgeActor):
         self._lease_ttl_s = lease_ttl_s
         self._versions: dict[int, _Version] = {}
         self._latest: int | None = None
-        self._leases: dict[int, tuple[int, float]] = {}
+        self._leases: dict[int, tuple[_Version, float]] = {}
         self._lease_numbers = itertools.count()
         self._attempts = itertools.count()
         self._pool = SegmentPool()
-        self._committed = asyncio.Condition()
+        self._changed = asyncio.Condition()
+        """Told whenever a version has come further."""
         self._collecting = asyncio.Lock()
         self._collection: asyncio.Future[None] | None = None
         """The newest clean-up, which runs beside what nobody should wait for it."""
@@ -191,93 +204,79 @@ class Registry(ForgeActor):
         """A small segment and its content: who finds the same in it shares memory with the store."""
         return self._probe, self._token
 
+    # ---- writers ----
+
     @concurrent_endpoint
-    async def begin(self, version: int, rank: int, sizes: list[int], shares_memory: bool, common: bool) -> Grant:
-        """Room for the buckets of one rank's part; with ``common``, all ranks get the same buckets.
+    async def begin(self, version: int, rank: int, ranks: int, plan: bytes, shares_memory: bool) -> Grant:
+        """Room for one rank's part, ``plan`` (a packed :class:`PartPlan`).
 
         A rank that has begun or ended its part of this version before starts the version over: what any rank has put
         for it is void. One that comes to a version that has failed without it is told why.
         """
         await self._collected()  # its segments can be used again
         entry = self._versions.get(version)
-        if entry is not None and entry.manifest is None and entry.knows(rank):
-            await self._start_over(version, entry, rank)
+        if entry is not None and entry.committed is None and entry.knows(rank):
+            await self._start_over(entry, rank)
         entry = self._open(version)
-        if entry.settled.done():
+        if entry.failed:
             await entry.settled  # its finish will be noted, so that its next begin is another attempt
-        attempt = f"{next(self._attempts)}"
+        attempt, part = f"{next(self._attempts)}", unpacked_plan(plan)
         own: _Buckets | None = None
-        if not common:
-            buckets = own = self._room(version, f"rank{rank}", attempt, sizes, shares_memory)
+        if not part.common:
+            buckets = own = self._room(version, f"rank{rank}", attempt, part, shares_memory)
         elif entry.common is None:
-            buckets = entry.common = self._room(version, "all", attempt, sizes, shares_memory)
+            buckets = entry.common = self._room(version, "all", attempt, part, shares_memory)
         else:
             buckets = entry.common
-            if list(buckets.sizes.values()) != sizes:
+            other = next(unpacked_plan(known.plan).sizes for known in entry.parts.values() if known.own is None)
+            if other != part.sizes:
                 raise StoreError(
-                    f"version {version}: rank {rank} has buckets of {sizes} bytes, another rank of "
-                    f"{list(buckets.sizes.values())}; all ranks must pass the same layout"
+                    f"version {version}: rank {rank} has buckets of {part.sizes} bytes, another rank of {other}; all "
+                    "ranks must pass the same layout"
                 )
-        entry.parts[rank] = _Part(attempt, own)
-        return Grant(attempt, list(buckets.sizes), buckets.segments if shares_memory else None, self._pool.live())
+        entry.parts[rank] = _Part(attempt, plan, own)
+        if len(entry.parts) == ranks:
+            entry.arranged = asyncio.ensure_future(self._arrange(entry))  # while the ranks begin to write
+        return Grant(attempt, buckets.keys, buckets.segments if shares_memory else None, self._pool.live())
 
     @concurrent_endpoint
-    async def deliver(self, version: int, rank: int, attempt: str, pieces: list[Piece]) -> None:
-        """Pieces that are written. Tensors that are complete by them are digested here, beside further writing."""
+    async def deliver(self, version: int, rank: int, attempt: str, written: int) -> None:
+        """So many pieces of the rank's plan are written. Tensors that are complete by them are digested here, and read
+        by those who read ahead, beside further writing."""
         entry, part = self._granted(version, rank, attempt)
-        part.pieces += pieces
-        memory = self._memory_of(entry)
-        complete = []
-        for piece in pieces:
-            if piece.digest is not None or piece.bucket not in memory:
-                continue
-            if not piece.is_whole:
-                place = (piece.bucket, piece.start)
-                entry.filled[place] += piece.numel if piece.in_full else 0
-                if entry.filled[place] != math.prod(piece.global_shape):
-                    continue
-            complete.append(piece)
-
-        def compute() -> dict[Place, str]:
-            found = {}
-            for piece in complete:
-                dtype, shape = getattr(torch, piece.dtype), piece.global_shape
-                digest = pieces_digest(dtype, shape, [piece.full_view(memory[piece.bucket])])
-                found[piece.bucket, piece.start] = digest
-            return found
-
-        if complete:
-            entry.digesting.append(asyncio.ensure_future(asyncio.to_thread(compute)))
+        await self._note(entry, part, written)
 
     @concurrent_endpoint
-    async def finish(self, version: int, rank: int, ranks: int, attempt: str | None, failure: str | None) -> Committed:
+    async def finish(
+        self, version: int, rank: int, ranks: int, attempt: str | None, failure: str | None, digests: dict[str, str]
+    ) -> Committed:
         """End one rank's part (``failure``: why there is none). When all ``ranks`` have ended theirs, the version is
-        committed; returns, or raises, the same for all of them."""
+        committed; returns, or raises, the same for all of them.
+
+        ``digests`` are those of whole tensors that the rank has computed itself.
+        """
         if attempt is not None:
-            entry, _ = self._granted(version, rank, attempt)
+            entry, part = self._granted(version, rank, attempt)
+            if failure is None:
+                entry.digests |= digests
+                await self._note(entry, part, len(unpacked_plan(part.plan).pieces))
         else:
             entry = self._open(version)
             if rank in entry.outcomes:
-                await self._start_over(version, entry, rank)
+                await self._start_over(entry, rank)
                 entry = self._open(version)
         entry.outcomes[rank] = failure
         if failure is not None:
             entry.fail(f"version {version} was not committed: rank {rank}: {failure}")
         elif len(entry.outcomes) == ranks and not entry.settled.done():
-            parts = [Part(version, other, part.attempt) for other, part in sorted(entry.parts.items())]
             try:
-                manifest = await self._commit(version, parts)
+                await self._commit(entry)
             except Exception as error:
                 entry.fail(str(error))
-                raise
-            if not entry.settled.done():
-                entry.settled.set_result(Committed(version, manifest.digest, manifest.nbytes))
+        await self._tell()
         return await asyncio.shield(entry.settled)
 
-    @concurrent_endpoint
-    async def commit(self, version: int, parts: list[Part]) -> Manifest:
-        """Check that the parts make whole tensors, digest those that are not yet, and show the version."""
-        return await self._commit(version, parts)
+    # ---- readers ----
 
     @concurrent_endpoint
     async def latest(self) -> int | None:
@@ -287,27 +286,53 @@ class Registry(ForgeActor):
     @concurrent_endpoint
     async def wait_for_newer(self, version: int, timeout_s: float) -> int | None:
         """The newest committed version once it is above ``version``; None after ``timeout_s``."""
-        async with self._committed:
-            try:
-                await asyncio.wait_for(
-                    self._committed.wait_for(lambda: self._latest is not None and self._latest > version), timeout_s
-                )
-            except TimeoutError:
-                return None
-        return self._latest
+        newer = await self._until(lambda: self._latest is not None and self._latest > version, timeout_s)
+        return self._latest if newer else None
 
     @concurrent_endpoint
     async def acquire(self, version: int | None) -> Lease:
         """Hold ``version`` (None: the newest) for a reader."""
         wanted = self._latest if version is None else version
         entry = self._versions.get(wanted) if wanted is not None else None
-        if entry is None or entry.manifest is None:
-            have = sorted(number for number, known in self._versions.items() if known.manifest is not None)
+        if entry is None or entry.committed is None:
+            have = sorted(number for number, known in self._versions.items() if known.committed is not None)
             what = "no version is committed yet" if wanted is None else f"version {wanted} is not in the store"
             raise VersionGone(f"{what}; it holds {have}")
-        lease_id = next(self._lease_numbers)
-        self._leases[lease_id] = (entry.manifest.version, time.monotonic() + self._lease_ttl_s)
-        return Lease(lease_id, entry.manifest, self._segments_of(entry), self._pool.live())
+        return self._lease(entry)
+
+    @concurrent_endpoint
+    async def acquire_next(self, version: int, ahead: bool, timeout_s: float) -> Lease | None:
+        """Hold the newest version once it is at least ``version``; None after ``timeout_s``.
+
+        With ``ahead``, ``version`` itself while it is still being written, if all of it lies in shared memory.
+        """
+
+        def ready() -> _Version | None:
+            if self._latest is not None and self._latest >= version:
+                return self._versions[self._latest]
+            entry = self._versions.get(version)
+            return entry if entry is not None and (entry.failed or (ahead and entry.within_reach)) else None
+
+        if not await self._until(lambda: ready() is not None, timeout_s):
+            return None
+        entry = ready()
+        assert entry is not None
+        if entry.failed:
+            await entry.settled
+        return self._lease(entry)
+
+    @concurrent_endpoint
+    async def progress(self, lease_id: int, seen: int, timeout_s: float) -> Progress | None:
+        """What is written of a version that is read ahead, besides the first ``seen`` tensors; None after
+        ``timeout_s``. Raises why it has failed, and when the lease has ended."""
+        if lease_id not in self._leases:
+            raise StoreError("the lease of a version that was being read has expired. Raise store.lease_ttl_s")
+        entry, _ = self._leases[lease_id]
+        if not await self._until(lambda: entry.settled.done() or len(entry.written) > seen, timeout_s):
+            return None
+        if entry.failed:
+            await entry.settled
+        return entry.progress(seen)
 
     @concurrent_endpoint
     async def renew(self, lease_id: int) -> bool:
@@ -329,112 +354,147 @@ class Registry(ForgeActor):
         """``versions`` (committed, ascending), ``pending``, ``leases``, ``segments``, ``segment_bytes``."""
         await self._collected()
         return {
-            "versions": sorted(number for number, known in self._versions.items() if known.manifest is not None),
-            "pending": sorted(number for number, known in self._versions.items() if known.manifest is None),
+            "versions": sorted(number for number, known in self._versions.items() if known.committed is not None),
+            "pending": sorted(number for number, known in self._versions.items() if known.committed is None),
             "leases": len(self._leases),
             "segments": len(self._pool.live()),
             "segment_bytes": self._pool.nbytes,
         }
 
+    # ---- a version's way ----
+
     def _open(self, version: int) -> _Version:
         """The attempt at ``version`` under way, or a new one."""
         if self._latest is not None and version <= self._latest:
             raise StoreError(f"version {version} cannot be written: version {self._latest} is committed already")
-        return self._versions.setdefault(version, _Version())
+        return self._versions.setdefault(version, _Version(version))
 
-    async def _start_over(self, version: int, entry: _Version, rank: int) -> None:
-        del self._versions[version]
-        entry.fail(f"version {version}: the part of rank {rank} was put again since")
+    async def _start_over(self, entry: _Version, rank: int) -> None:
+        del self._versions[entry.number]
+        entry.fail(f"version {entry.number}: the part of rank {rank} was put again since")
+        await self._tell()
         await self._discard(entry)
 
     def _granted(self, version: int, rank: int, attempt: str) -> tuple[_Version, _Part]:
         entry = self._versions.get(version)
         part = entry.parts.get(rank) if entry is not None else None
-        if entry is None or part is None or part.attempt != attempt or entry.manifest is not None:
+        if entry is None or part is None or part.attempt != attempt or entry.committed is not None:
             raise StoreError(f"version {version}: the part of rank {rank} was put again since, or is out of date")
         return entry, part
 
-    def _room(self, version: int, owner: str, attempt: str, sizes: list[int], shares_memory: bool) -> _Buckets:
-        keys = [bucket_key(version, owner, attempt, index) for index in range(len(sizes))]
+    def _room(self, version: int, owner: str, attempt: str, plan: PartPlan, shares_memory: bool) -> _Buckets:
+        keys = [bucket_key(version, owner, attempt, index) for index in range(len(plan.sizes))]
         if not shares_memory:
-            return _Buckets(dict(zip(keys, sizes, strict=True)), [])
-        segments = [self._pool.take(nbytes) for nbytes in sizes]
-        buckets = _Buckets(dict(zip(keys, sizes, strict=True)), segments)
-        buckets.put = asyncio.ensure_future(self._put_addresses(buckets))
+            return _Buckets(keys, [])
+        buckets = _Buckets(keys, [self._pool.take(nbytes) for nbytes in plan.sizes])
+        buckets.put = asyncio.ensure_future(self._put_addresses(buckets, plan.sizes))
         return buckets
 
-    async def _put_addresses(self, buckets: _Buckets) -> None:
+    async def _put_addresses(self, buckets: _Buckets, sizes: tuple[int, ...]) -> None:
         """Hand torchstore the segments, whose contents are written meanwhile."""
         client = await torchstore_compat.client(self._store_name)
         with torchstore_compat.segment_transport():
-            for (key, nbytes), segment in zip(buckets.sizes.items(), buckets.segments, strict=True):
+            for key, segment, nbytes in zip(buckets.keys, buckets.segments, sizes, strict=True):
                 await client.put(key, attach(segment)[:nbytes])
 
-    def _check_parts(self, version: int, parts: list[Part]) -> _Version:
-        refused = f"version {version} cannot be committed: "
-        entry = self._versions.get(version)
-        if entry is not None and entry.manifest is not None:
-            raise StoreError(refused + "it is already")
-        if self._latest is not None and version <= self._latest:
+    async def _arrange(self, entry: _Version) -> None:
+        """All ranks have begun: check that their plans make whole tensors, and let readers see the layout."""
+        try:
+            entry.layout_data = combined(tuple(entry.parts[rank].plan for rank in sorted(entry.parts)))
+        except StoreError as error:
+            entry.fail(f"version {entry.number} cannot be committed: {error}")
+        else:
+            entry.missing = {name: tensor.numel for name, tensor in entry.layout.tensors.items()}
+            for part in entry.parts.values():
+                self._count(entry, unpacked_plan(part.plan).pieces[: part.written])
+        await self._tell()
+
+    async def _note(self, entry: _Version, part: _Part, written: int) -> None:
+        pieces = unpacked_plan(part.plan).pieces[part.written : written]
+        part.written = max(part.written, written)
+        if entry.layout_data is not None:  # else counted as soon as it is known
+            self._count(entry, pieces)
+            await self._tell()
+
+    def _count(self, entry: _Version, pieces: tuple[Piece, ...]) -> None:
+        """Note what is written, and digest tensors that are complete by it."""
+        complete = []
+        for piece in pieces:
+            entry.missing[piece.name] -= piece.numel
+            if not entry.missing[piece.name]:
+                complete.append(piece.name)
+        entry.written += complete
+        memory, tensors = self._memory_of(entry), entry.layout.tensors
+        here = [name for name in complete if all(piece.bucket in memory for piece in tensors[name].pieces)]
+        if here:
+            entry.digesting.append(asyncio.ensure_future(asyncio.to_thread(_digests_of, here, entry.layout, memory)))
+
+    async def _commit(self, entry: _Version) -> None:
+        refused = f"version {entry.number} cannot be committed: "
+        if entry.arranged is None:
+            raise StoreError(refused + f"only {len(entry.parts)} ranks have put a part")
+        await entry.arranged
+        if entry.failed:
+            return
+        await asyncio.gather(*(buckets.put for buckets in entry.all_buckets() if buckets.put is not None))
+        await self._complete_digests(entry)
+        if self._versions.get(entry.number) is not entry:  # others were served meanwhile
+            raise StoreError(refused + "its parts were put again since")
+        if self._latest is not None and entry.number <= self._latest:
             raise StoreError(refused + f"version {self._latest} is newer")
-        if entry is None:
-            raise StoreError(refused + "nothing was put")
-        for part in parts:
-            granted = entry.parts.get(part.rank)
-            if part.version != version or granted is None or granted.attempt != part.attempt:
-                raise StoreError(
-                    refused + f"the part of rank {part.rank} belongs to version {part.version} or was put again since"
-                )
-        return entry
-
-    async def _commit(self, version: int, parts: list[Part]) -> Manifest:
-        entry = self._check_parts(version, parts)
-        pieces = group_pieces(piece for part in parts for piece in entry.parts[part.rank].pieces)
-        if not pieces:
-            raise StoreError(f"version {version} cannot be committed: nothing was put")
-        granted = entry.all_buckets()
-        await asyncio.gather(*(buckets.put for buckets in granted if buckets.put is not None))
-        digests = await self._digests(entry, pieces)
-        sizes = {key: nbytes for buckets in granted for key, nbytes in buckets.sizes.items()}
-        used = {piece.bucket for own in pieces.values() for piece in own}
-        manifest = build_manifest(version, pieces, {key: sizes[key] for key in sizes if key in used}, digests)
-        entry = self._check_parts(version, parts)  # again: others were served meanwhile
-        entry.manifest = manifest
-        self._latest = version
-        async with self._committed:
-            self._committed.notify_all()
+        nbytes = sum(entry.layout.sizes)
+        entry.committed = Committed(entry.number, version_digest(dict(entry.digests)), nbytes)
+        entry.settled.set_result(entry.committed)
+        self._latest = entry.number
         self._collection = asyncio.ensure_future(self._collect())
-        return manifest
 
-    def _memory_of(self, entry: _Version) -> dict[str, torch.Tensor]:
-        """Buckets in this process's memory, by key."""
-        return {key: attach(segment) for key, segment in self._segments_of(entry).items()}
-
-    def _segments_of(self, entry: _Version) -> dict[str, Segment]:
-        return {
-            key: segment
-            for buckets in entry.all_buckets()
-            for key, segment in zip(buckets.sizes, buckets.segments, strict=False)
-        }
-
-    async def _digests(self, entry: _Version, pieces: dict[str, list[Piece]]) -> dict[str, str]:
+    async def _complete_digests(self, entry: _Version) -> None:
         """Each tensor's digest: its writer's, one computed at delivery, or else computed now."""
-        known: dict[Place, str] = {}
         for computed in await asyncio.gather(*entry.digesting):
-            known |= computed
-        digests = {name: own[0].digest or known.get((own[0].bucket, own[0].start)) for name, own in pieces.items()}
-        missing = {name: own for name, own in pieces.items() if digests[name] is None}
-        memory = self._memory_of(entry)
+            entry.digests |= computed
+        missing = [name for name in entry.layout.tensors if name not in entry.digests]
+        if not missing:
+            return
+        memory, keys = self._memory_of(entry), entry.keys()
+        needed = {piece.bucket for name in missing for piece in entry.layout.tensors[name].pieces}
         with torchstore_compat.segment_transport():
             client = await torchstore_compat.client(self._store_name)
-            for key in {piece.bucket for own in missing.values() for piece in own} - memory.keys():
-                memory[key] = await client.get(key)
+            for bucket in needed - memory.keys():
+                memory[bucket] = await client.get(keys[bucket])
+        entry.digests |= await asyncio.to_thread(_digests_of, missing, entry.layout, memory)
 
-        def compute() -> dict[str, str]:
-            return {name: digest_of_pieces(own, memory) for name, own in missing.items()}
+    def _memory_of(self, entry: _Version) -> dict[int, torch.Tensor]:
+        """Buckets in this process's memory."""
+        return {bucket: attach(segment) for bucket, segment in entry.segments().items()}
 
-        computed_now = await asyncio.to_thread(compute) if missing else {}
-        return {name: digest for name, digest in digests.items() if digest is not None} | computed_now
+    def _lease(self, entry: _Version) -> Lease:
+        assert entry.layout_data is not None
+        lease_id = next(self._lease_numbers)
+        self._leases[lease_id] = (entry, time.monotonic() + self._lease_ttl_s)
+        return Lease(
+            lease_id,
+            entry.number,
+            entry.layout_data,
+            entry.keys(),
+            entry.segments(),
+            self._pool.live(),
+            entry.progress(0),
+        )
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for ``condition``; False after ``timeout_s``."""
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(condition), timeout_s)
+            except TimeoutError:
+                return False
+        return True
+
+    # ---- clean-up ----
 
     async def _collected(self) -> None:
         if self._collection is not None:
@@ -444,22 +504,25 @@ class Registry(ForgeActor):
         """Delete what nobody needs: old committed versions without a lease, and parts that were never committed."""
         async with self._collecting:
             now = time.monotonic()
-            for lease_id, (version, expires_at) in list(self._leases.items()):
+            for lease_id, (entry, expires_at) in list(self._leases.items()):
                 if expires_at < now:
-                    logger.warning("the lease of a reader of version %d expired", version)
+                    logger.warning("the lease of a reader of version %d expired", entry.number)
                     del self._leases[lease_id]
-            leased = {version for version, _ in self._leases.values()}
-            committed = sorted(number for number, known in self._versions.items() if known.manifest is not None)
+            leased = {entry.number for entry, _ in self._leases.values() if entry.committed is not None}
+            committed = sorted(number for number, known in self._versions.items() if known.committed is not None)
             kept = set(committed[-self._keep_versions :]) | leased
             latest = self._latest if self._latest is not None else -1
             stale = [number for number in self._versions if number <= latest and number not in kept]
             gone = [self._versions.pop(number) for number in stale]
             for entry in gone:
                 entry.fail(f"version {latest} was committed meanwhile")
+            if gone:
+                await self._tell()
+            for entry in gone:
                 await self._discard(entry)
-            if gone and latest in self._versions:
-                newest = self._versions[latest].manifest
-                self._pool.trim(2 * newest.nbytes if newest is not None else 0)
+            newest = self._versions.get(latest)
+            if gone and newest is not None and newest.committed is not None:
+                self._pool.trim(2 * newest.committed.nbytes)
 
     async def _discard(self, entry: _Version) -> None:
         """Delete a version's buckets. Segments of one that was committed are free; of another, a rank may be writing
@@ -468,14 +531,18 @@ class Registry(ForgeActor):
         for buckets in entry.all_buckets():
             if buckets.put is not None:
                 await asyncio.wait({buckets.put})
-            for key in buckets.sizes:
+            for key in buckets.keys:
                 if await client.exists(key):
                     await client.delete(key)
-            if entry.manifest is not None:
+            if entry.committed is not None:
                 self._pool.give_back(buckets.segments)
             else:
                 await asyncio.gather(*entry.digesting, return_exceptions=True)
                 self._pool.give_up(buckets.segments)
+
+
+def _digests_of(names: list[str], layout: Layout, memory: dict[int, torch.Tensor]) -> dict[str, str]:
+    return {name: digest_of_pieces(layout.tensors[name].pieces, memory) for name in names}
 
 
 def bucket_key(version: int, owner: str, attempt: str, index: int) -> str:

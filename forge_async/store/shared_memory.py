@@ -95,6 +95,46 @@ def forget_segments(live: Iterable[str]) -> None:
             del _mapped[segment_id]
 
 
+class SegmentPool:
+    """Segments to be used again: fresh memory costs a page fault per 4 KiB, several times the copy itself."""
+
+    def __init__(self) -> None:
+        self.free: list[Segment] = []
+        self.used: dict[str, Segment] = {}
+
+    def take(self, nbytes: int) -> Segment:
+        """A segment of at least ``nbytes``, free or new."""
+        fitting = [segment for segment in self.free if nbytes <= segment.nbytes <= nbytes + nbytes // 4 + 4096]
+        if fitting:
+            segment = min(fitting, key=lambda candidate: candidate.nbytes)
+            self.free.remove(segment)
+        else:
+            segment = create_segment(-(-nbytes // 4096) * 4096)
+        self.used[segment.segment_id] = segment
+        return segment
+
+    def give_back(self, segments: list[Segment]) -> None:
+        for segment in segments:
+            self.free.append(self.used.pop(segment.segment_id))
+
+    def give_up(self, segments: list[Segment]) -> None:
+        """Segments that somebody may still write to: never used again."""
+        for segment in segments:
+            destroy_segment(self.used.pop(segment.segment_id))
+
+    def trim(self, limit_bytes: int) -> None:
+        """Destroy free segments, oldest first, until they hold at most ``limit_bytes``."""
+        while self.free and sum(segment.nbytes for segment in self.free) > limit_bytes:
+            destroy_segment(self.free.pop(0))
+
+    def live(self) -> list[str]:
+        return [*self.used, *(segment.segment_id for segment in self.free)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.nbytes for segment in [*self.used.values(), *self.free])
+
+
 def describe(tensor: torch.Tensor) -> SegmentView | None:
     """Where ``tensor`` lies, when it is contiguous in a segment mapped here; else None."""
     if not tensor.is_contiguous() or tensor.device.type != "cpu":

@@ -31,8 +31,7 @@ class Busy(ForgeActor):
         version = 0
         while True:
             version += 1
-            part = await store.put_part(version, 0, [TensorShard.whole("w", torch.ones(1 << 18))])
-            await store.commit(version, [part])
+            await store.publish(version, 0, 1, [TensorShard.whole("w", torch.ones(1 << 18))])
 
     @concurrent_endpoint
     async def die(self) -> None:

@@ -50,8 +50,8 @@ class Breakable(PolicyActor):
 
 async def publish(store: WeightStore, version: int, tensors: dict[str, torch.Tensor]) -> str:
     """Commit a version as a trainer of one rank does; returns its digest."""
-    part = await store.put_part(version, 0, [TensorShard.whole(name, tensor) for name, tensor in tensors.items()])
-    return (await store.commit(version, [part])).digest
+    shards = [TensorShard.whole(name, tensor) for name, tensor in tensors.items()]
+    return (await store.publish(version, 0, 1, shards)).digest
 
 
 @pytest.fixture(scope="module")

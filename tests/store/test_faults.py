@@ -21,7 +21,7 @@ from forge_async.store import (
     TensorShard,
     WeightStore,
     version_digest,
-    weight_store,
+    writer,
 )
 from forge_async.store.layout import lies_in_full
 
@@ -61,14 +61,14 @@ class Rank(ForgeActor):
         """Publish this rank's part; with ``hang_at`` sleep in that copy, with half of the version written."""
         rank = int(os.environ["RANK"])
         if hang_at is not None and rank == 1:
-            write, copies = weight_store.write_shards, iter(range(100))
+            write, copies = writer.write_shards, iter(range(100))
 
             def hang(*args: object) -> None:
                 if next(copies) == hang_at:
                     time.sleep(600)
                 write(*args)  # type: ignore[arg-type]
 
-            weight_store.write_shards = hang
+            writer.write_shards = hang
         committed = await store.publish(version, rank, 2, shards_of(version, rank), LAYOUT)
         return committed.digest, committed.nbytes
 
@@ -94,14 +94,14 @@ class Rank(ForgeActor):
     async def pull(self, store: WeightStore) -> tuple[int, str, str, list[bool]]:
         async with await store.acquire() as pulled:
             views = [lies_in_full(entry.pieces) for entry in pulled.manifest.tensors.values()]
-            return pulled.version, version_digest(dict(pulled.tensors())), pulled.manifest.digest, views
+            return pulled.version, version_digest(dict(pulled)), pulled.manifest.digest, views
 
     @concurrent_endpoint
     async def pull_slowly(self, store: WeightStore, seconds: float) -> tuple[int, set[float]]:
         """Read a version piece by piece over ``seconds``; the values seen."""
         seen: set[float] = set()
         async with await store.acquire() as pulled:
-            for part in pulled.tensor("w").chunk(10):
+            for part in pulled["w"].chunk(10):
                 seen |= set(part.unique().tolist())
                 await asyncio.sleep(seconds / 10)
             return pulled.version, seen

@@ -36,10 +36,10 @@ class Side(ForgeActor):
         async with await store.acquire(regions=regions) as pulled:
             wanted = regions if regions is not None else dict.fromkeys(pulled.manifest.tensors)
             found = {
-                name: (pulled.tensor(name) if ranges is None else pulled.region(name, ranges)).clone()
+                name: (pulled[name] if ranges is None else pulled.region(name, ranges)).clone()
                 for name, ranges in wanted.items()
             }
-            return found, sum(bucket.nbytes for bucket in pulled._buckets.values())
+            return found, sum(bucket.nbytes for bucket in pulled.buckets.values())
 
 
 def free_address() -> str:

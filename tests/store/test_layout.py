@@ -8,19 +8,25 @@ import torch
 from forge_async.store import StoreError
 from forge_async.store.digest import tensor_digest, version_digest
 from forge_async.store.layout import (
-    Manifest,
+    FullTensor,
+    Layout,
     Piece,
+    ShardSpec,
     TensorEntry,
     assemble,
+    buckets_of,
     check_coverage,
+    combined,
     digest_of_pieces,
+    even_runs,
     lies_in_full,
     plan_buckets,
+    plan_part,
+    unpacked_layout,
 )
-from forge_async.store.weight_store import even_runs
 
 
-def piece(offsets, shape, global_shape=(4, 6), dtype="float32", start=0, bucket="b"):
+def piece(offsets, shape, global_shape=(4, 6), dtype="float32", start=0, bucket=0):
     return Piece("w", dtype, global_shape, offsets, shape, bucket, start)
 
 
@@ -61,9 +67,9 @@ def test_pieces_digest_as_the_full_tensor(dtype, dimension):
     pieces, buckets = [], {}
     for index, (start, size) in enumerate([(0, 3), (3, full.shape[dimension] - 3)]):
         part = full.narrow(dimension, start, size).contiguous()
-        buckets[f"b{index}"] = part.reshape(-1).view(torch.uint8)
+        buckets[index] = part.reshape(-1).view(torch.uint8)
         offsets = (start, 0) if dimension == 0 else (0, start)
-        pieces.append(piece(offsets, tuple(part.shape), dtype=name, bucket=f"b{index}"))
+        pieces.append(piece(offsets, tuple(part.shape), dtype=name, bucket=index))
     assert torch.equal(assemble(pieces, buckets), full)
     assert digest_of_pieces(pieces, buckets) == tensor_digest(full)
 
@@ -81,30 +87,48 @@ def test_digests_tell_bits_shapes_dtypes_and_names_apart():
 def test_pieces_written_into_the_full_tensor_need_no_assembly():
     full = torch.arange(24.0).view(4, 6)
     bucket = torch.zeros(64 + 96, dtype=torch.uint8)
-    left = Piece("w", "float32", (4, 6), (0, 0), (4, 2), "b", 64, in_full=True)
-    right = Piece("w", "float32", (4, 6), (0, 2), (4, 4), "b", 64, in_full=True)
+    left = Piece("w", "float32", (4, 6), (0, 0), (4, 2), 0, 64, in_full=True)
+    right = Piece("w", "float32", (4, 6), (0, 2), (4, 4), 0, 64, in_full=True)
     left.view(bucket).copy_(full[:, :2])
     right.view(bucket).copy_(full[:, 2:])
     check_coverage("w", [left, right])
     assert lies_in_full([left, right])
     assert torch.equal(right.full_view(bucket), full)
-    assert digest_of_pieces([left, right], {"b": bucket}) == tensor_digest(full)
-    assert not lies_in_full([left, Piece("w", "float32", (4, 6), (0, 2), (4, 4), "c", 0)])
+    assert digest_of_pieces([left, right], {0: bucket}) == tensor_digest(full)
+    assert not lies_in_full([left, Piece("w", "float32", (4, 6), (0, 2), (4, 4), 1, 0)])
 
 
 def test_a_region_takes_only_the_pieces_and_buckets_that_hold_it():
     full = torch.arange(24.0).view(4, 6)
-    pieces = [piece((0, 0), (3, 6), bucket="b0"), piece((3, 0), (1, 6), bucket="b1")]
-    buckets = {"b0": full[:3].reshape(-1).view(torch.uint8), "b1": full[3:].reshape(-1).view(torch.uint8)}
+    pieces = [piece((0, 0), (3, 6), bucket=0), piece((3, 0), (1, 6), bucket=1)]
+    buckets = {0: full[:3].reshape(-1).view(torch.uint8), 1: full[3:].reshape(-1).view(torch.uint8)}
     assert torch.equal(assemble(pieces, buckets, ranges=[(1, 4), (2, 5)]), full[1:4, 2:5])
-    del buckets["b1"]  # must not be looked at
+    del buckets[1]  # must not be looked at
     assert torch.equal(assemble(pieces, buckets, ranges=[(0, 2), (5, 6)]), full[:2, 5:])
-    entry = TensorEntry("w", "float32", (4, 6), "", tuple(pieces))
-    manifest = Manifest(1, "", {"w": entry}, {"b0": 72, "b1": 24, "b2": 8})
-    assert manifest.buckets_of({"w": [(0, 3), (0, 6)]}) == ["b0"]
-    assert manifest.buckets_of({"w": [(2, 4), (0, 1)]}) == manifest.buckets_of({"w": None}) == ["b0", "b1"]
-    assert manifest.buckets_of({}) == []
-    assert manifest.buckets_of(None) == ["b0", "b1", "b2"]
+    layout = Layout({"w": TensorEntry("float32", (4, 6), tuple(pieces))}, (72, 24, 8))
+    assert buckets_of(layout, {"w": [(0, 3), (0, 6)]}) == [0]
+    assert buckets_of(layout, {"w": [(2, 4), (0, 1)]}) == buckets_of(layout, {"w": None}) == [0, 1]
+    assert buckets_of(layout, {}) == []
+    assert buckets_of(layout, None) == [0, 1], "nothing lies in the third"
+
+
+def test_plans_of_ranks_combine_to_one_layout():
+    full = (FullTensor("w", torch.float32, (4, 6)), FullTensor("v", torch.float32, (100,)))
+    rows = [ShardSpec("w", torch.float32, (4, 6), (start, 0), (size, 6)) for start, size in ((0, 3), (3, 1))]
+    v = ShardSpec("v", torch.float32, (100,), (0,), (100,))
+    one = unpacked_layout(combined((plan_part((rows[0],), full, 1 << 20), plan_part((rows[1], v), full, 1 << 20))))
+    assert one.sizes == (128 + 448,)
+    assert lies_in_full(one.tensors["w"].pieces)
+    own = (plan_part((rows[0],), full, 1 << 20), plan_part((rows[1], v), None, 1 << 20))
+    mixed = unpacked_layout(combined(own))
+    assert mixed.sizes == (128 + 448, 64 + 448)
+    assert [piece.bucket for piece in mixed.tensors["w"].pieces] == [0, 1]
+    assert [(piece.bucket, piece.start) for piece in mixed.tensors["v"].pieces] == [(1, 64)]
+    assert combined(own) is combined((own[0], own[1])), "planned once, replayed for every version"
+    with pytest.raises(StoreError, match="w: the shards hold 18 of 24 elements"):
+        combined(own[:1])
+    with pytest.raises(StoreError, match=r"w: .* the layout has a torch.float32 tensor of shape \(4, 6\)"):
+        plan_part((rows[0]._replace(global_shape=(5, 6)),), full, 1 << 20)
 
 
 def test_even_runs_take_every_item_once():

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import cloudpickle
@@ -17,6 +18,7 @@ from monarch.actor import concurrent_endpoint
 from forge_async.errors import ConfigError
 from forge_async.mesh import ActorDied, ForgeActor, MeshRuntime
 from forge_async.store import (
+    FullTensor,
     StoreConfig,
     StoreError,
     TensorShard,
@@ -24,7 +26,9 @@ from forge_async.store import (
     WeightStore,
     tensor_digest,
     version_digest,
+    writer,
 )
+from forge_async.store.layout import plan_part
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
 
@@ -59,6 +63,11 @@ def shards(version: int, rank: int, ranks: int) -> list[TensorShard]:
     return found
 
 
+def layout_of(version: int) -> list[FullTensor]:
+    """Of :func:`full_tensors`."""
+    return [FullTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in full_tensors(version).items()]
+
+
 class Peer(ForgeActor):
     """A trainer rank or a reader, whichever endpoint is called."""
 
@@ -66,21 +75,16 @@ class Peer(ForgeActor):
         self.held = None
 
     @concurrent_endpoint
-    async def put(self, store: WeightStore, version: int, ranks: int = 1):
-        rank = int(os.environ["RANK"])
-        return await store.put_part(version, rank, shards(version, rank, ranks))
-
-    @concurrent_endpoint
-    async def commit(self, store: WeightStore, version: int, parts: list) -> str:
-        return (await store.commit(version, parts)).digest
+    async def publish(self, store: WeightStore, version: int, ranks: int = 1) -> str:
+        rank = int(os.environ["RANK"]) if ranks > 1 else 0
+        return (await store.publish(version, rank, ranks, shards(version, rank, ranks))).digest
 
     @concurrent_endpoint
     async def publish_many(self, store: WeightStore, first: int, count: int) -> list[dict]:
         stats = []
         for version in range(first, first + count):
             filled = torch.full((1 << 16,), float(version))
-            part = await store.put_part(version, 0, [TensorShard.whole("w", filled)])
-            await store.commit(version, [part])
+            await store.publish(version, 0, 1, [TensorShard.whole("w", filled)])
             stats.append(await store.stats())
         return stats
 
@@ -93,7 +97,7 @@ class Peer(ForgeActor):
             }
             for name, tensor in live.items():
                 pulled.copy_into(name, tensor)
-            copied = {name: tensor.clone() for name, tensor in pulled.tensors()}
+            copied = {name: tensor.clone() for name, tensor in pulled.items()}
             return pulled.version, pulled.manifest, copied, version_digest(live)
 
     @concurrent_endpoint
@@ -103,7 +107,7 @@ class Peer(ForgeActor):
 
     @concurrent_endpoint
     async def held_digest(self) -> tuple[str, str]:
-        return version_digest(dict(self.held.tensors())), self.held.manifest.digest
+        return version_digest(dict(self.held)), self.held.manifest.digest
 
     @concurrent_endpoint
     async def release(self) -> None:
@@ -145,15 +149,17 @@ async def test_version_is_invisible_until_committed(store, writers, reader):
     with pytest.raises(VersionGone, match="no version is committed yet"):
         await reader.call_one("pull", store)
     waiting = asyncio.ensure_future(reader.call_one("wait_for_newer", store, 0))
-    parts = await writers.call("put", store, 1, 2)
-    assert await store.latest() is None
-    with pytest.raises(StoreError, match=r"model\.embed\.weight: the shards hold 15 of 21 elements"):
-        await store.commit(1, parts[:1])
+    with pytest.raises(StoreError, match=r"version 1 cannot be committed: .*embed\.weight: the shards hold 15 of 21"):
+        await store.publish(1, 0, 1, shards(1, 0, 2))
+    first = asyncio.ensure_future(store.publish(1, 0, 2, shards(1, 0, 2)))
+    await asyncio.sleep(0.3)
+    assert not first.done()
     assert await store.latest() is None
     assert not waiting.done()
-    digest = await writers.call_one("commit", store, 1, parts)
+    second = await store.publish(1, 1, 2, shards(1, 1, 2))
     assert await waiting == 1
-    assert digest == version_digest(full_tensors(1))
+    assert second == await first
+    assert second.digest == version_digest(full_tensors(1))
 
 
 @pytest.mark.parametrize(("version", "ranks"), [(2, 1), (3, 2)])
@@ -161,26 +167,77 @@ async def test_pulled_tensors_equal_the_published(store, writers, reader, versio
     await check_round_trip(store, writers, reader, version, ranks)
 
 
-async def test_a_part_put_again_voids_the_former(store, writers):
-    former = await writers.call("put", store, 4, 2)
-    again = await writers.call("put", store, 4, 2)
-    with pytest.raises(StoreError, match="put again since"):
-        await store.commit(4, [former[0], again[1]])
-    await store.commit(4, again)
-    with pytest.raises(StoreError, match="version 4 is committed already"):
-        await writers.call_one("put", store, 4)
-    with pytest.raises(StoreError, match="cannot be committed: it is already"):
-        await store.commit(4, again)
+async def test_a_part_put_again_voids_the_former(store):
+    former = asyncio.ensure_future(store.publish(4, 0, 2, shards(4, 0, 2)))
+    await asyncio.sleep(0.3)
+    again = asyncio.ensure_future(store.publish(4, 0, 2, shards(4, 0, 2)))
+    with pytest.raises(StoreError, match="the part of rank 0 was put again since"):
+        await former
+    await store.publish(4, 1, 2, shards(4, 1, 2))
+    assert (await again).digest == version_digest(full_tensors(4))
+    with pytest.raises(StoreError, match="version 4 .*version 4 is committed already"):
+        await store.publish(4, 0, 1, shards(4, 0, 1))
 
 
-@pytest.mark.parametrize(("version", "granted"), [(5, False), (6, True)], ids=["before its room", "in its room"])
+async def test_a_version_is_read_while_it_is_written(store, monkeypatch):
+    """Tensor by tensor, as soon as each is written; it counts once committed."""
+    expected = {f"w{index}": torch.full((1000,), float(index)) for index in range(writer.DELIVERIES)}
+    write, gates = writer.write_shards, {name: threading.Event() for name in expected}
+
+    def write_when_told(pieces, sources, memory):
+        for source in sources:
+            assert gates[source.name].wait(20)
+        write(pieces, sources, memory)
+
+    monkeypatch.setattr(writer, "write_shards", write_when_told)
+    parts = [TensorShard.whole(name, tensor) for name, tensor in expected.items()]
+    publishing = asyncio.ensure_future(store.publish(5, 0, 1, parts))
+    pulled = await asyncio.wait_for(store.acquire_next(5), 10)
+    committing = asyncio.ensure_future(pulled.committed())
+    assert (pulled.version, pulled.manifest.digest, await store.latest()) == (5, "", 4)
+    assert pulled.shapes == dict.fromkeys(expected, (1000,))
+    for name, gate in gates.items():
+        reading = asyncio.ensure_future(asyncio.to_thread(pulled.__getitem__, name))
+        await asyncio.sleep(0.05)
+        assert not (reading.done() or publishing.done() or committing.done()), name
+        gate.set()
+        assert torch.equal(await asyncio.wait_for(reading, 10), expected[name])
+    assert (await committing).digest == (await publishing).digest == version_digest(expected)
+    await pulled.release()
+    async with await store.acquire_next(3) as newest:
+        assert newest.version == 5
+
+
+async def test_who_reads_ahead_is_told_of_a_failure(store, writers, monkeypatch):
+    monkeypatch.setattr(writer, "write_shards", lambda *_: 1 / 0)
+    waiting = asyncio.ensure_future(store.acquire_next(6))
+    publishing = asyncio.ensure_future(store.publish(6, 0, 2, shards(6, 0, 2), layout_of(6)))
+    with pytest.raises(StoreError, match="version 6 was not committed: rank 0: ZeroDivisionError"):
+        await asyncio.wait_for(waiting, 10)
+    with pytest.raises(StoreError, match="rank 0: ZeroDivisionError"):
+        await publishing
+    gate = threading.Event()
+    monkeypatch.setattr(writer, "write_shards", lambda *_: gate.wait(20) and 1 / 0)
+    publishing = asyncio.ensure_future(store.publish(7, 0, 1, shards(7, 0, 1), layout_of(7)))
+    pulled = await asyncio.wait_for(store.acquire_next(7), 10)
+    reading = asyncio.ensure_future(asyncio.to_thread(lambda: pulled["model.big.weight"]))
+    await asyncio.sleep(0.2)
+    gate.set()
+    for result in (reading, publishing, pulled.committed()):
+        with pytest.raises(StoreError, match="version 7 was not committed: rank 0: ZeroDivisionError"):
+            await asyncio.wait_for(result, 10)
+    await pulled.release()
+
+
+@pytest.mark.parametrize(("version", "granted"), [(8, False), (9, True)], ids=["before its room", "in its room"])
 async def test_a_rank_that_comes_after_anothers_failure_is_told_and_may_try_again(store, version, granted):
     failure = f"version {version} was not committed: rank 1: no space left"
 
     async def fail() -> None:
-        attempt = (await store._request("begin", version, 1, [64], True, False)).attempt if granted else None
+        plan = plan_part((), None, 1 << 20)
+        attempt = (await store.request("begin", version, 1, 2, plan, True)).attempt if granted else None
         with pytest.raises(StoreError, match=failure):
-            await store._request("finish", version, 1, 2, attempt, "no space left")
+            await store.request("finish", version, 1, 2, attempt, "no space left", {})
 
     async def publish(rank: int) -> str:
         return (await asyncio.wait_for(store.publish(version, rank, 2, shards(version, rank, 2)), 10)).digest
@@ -193,16 +250,16 @@ async def test_a_rank_that_comes_after_anothers_failure_is_told_and_may_try_agai
 
 
 async def test_a_leased_version_stays_and_goes_when_released(store, writers, reader):
-    assert await reader.call_one("hold", store) == 6
-    await writers.call_one("publish_many", store, 7, 4)
-    assert (await store.stats())["versions"] == [6, 9, 10]
+    assert await reader.call_one("hold", store) == 9
+    await writers.call_one("publish_many", store, 10, 4)
+    assert (await store.stats())["versions"] == [9, 12, 13]
     read, published = await reader.call_one("held_digest")
-    assert read == published == version_digest(full_tensors(6))
-    with pytest.raises(VersionGone, match=r"version 5 is not in the store; it holds \[6, 9, 10\]"):
+    assert read == published == version_digest(full_tensors(9))
+    with pytest.raises(VersionGone, match=r"version 5 is not in the store; it holds \[9, 12, 13\]"):
         await store.acquire(5)
     await reader.call_one("release")
     stats = await store.stats()
-    assert (stats["versions"], stats["leases"], stats["pending"]) == ([9, 10], 0, [])
+    assert (stats["versions"], stats["leases"], stats["pending"]) == ([12, 13], 0, [])
 
 
 async def test_a_hundred_publishes_are_bounded(store, writers, reader):
@@ -216,17 +273,17 @@ async def test_a_hundred_publishes_are_bounded(store, writers, reader):
 async def test_a_region_is_a_view_of_shared_memory(store):
     async with await store.acquire(regions={"w": [(10, 20)]}) as pulled:
         region = pulled.region("w", [(10, 20)])
-        assert region.untyped_storage().data_ptr() == pulled.tensor("w").untyped_storage().data_ptr()
+        assert region.untyped_storage().data_ptr() == pulled["w"].untyped_storage().data_ptr()
         assert region.tolist() == [199.0] * 10
 
 
 async def test_tensors_are_refused_after_release(store):
     pulled = await store.acquire()
-    assert float(pulled.tensor("w")[0]) == 199.0
+    assert float(pulled["w"][0]) == 199.0
     await pulled.release()
     await pulled.release()
     with pytest.raises(StoreError, match="version 199 was released"):
-        pulled.tensor("w")
+        pulled["w"]
 
 
 async def test_rpc_transport(runtime, writers, reader):
@@ -243,15 +300,15 @@ async def test_killed_trainer_and_reader(runtime, reader):
     """Weights outlive the trainer that wrote them; the lease of a dead reader ends, a living one's does not."""
     store = await WeightStore.create(StoreConfig(lease_ttl_s=0.8, keep_versions=1))
     victim = await Peer.spawn()
-    await store.commit(0, await victim.call("put", store, 0))
+    await victim.call_one("publish", store, 0)
     await victim.call_one("hold", store)
     await asyncio.sleep(1.6)
-    await store.commit(1, await victim.call("put", store, 1))
+    await victim.call_one("publish", store, 1)
     assert (await store.stats())["versions"] == [0, 1]
     os.kill(victim.pids()[0], signal.SIGKILL)
     assert (await reader.call_one("pull", store))[3] == version_digest(full_tensors(1))
     await asyncio.sleep(1.2)
-    await store.commit(2, await reader.call("put", store, 2))
+    await reader.call_one("publish", store, 2)
     assert (await store.stats())["versions"] == [2]
     assert (await reader.call_one("pull", store))[3] == version_digest(full_tensors(2))
     await victim.stop()
@@ -270,14 +327,15 @@ def mapped_segments(pid: int) -> int:
 
 
 async def check_round_trip(store, writers, reader, version, ranks):
-    parts = (await writers.call("put", store, version, ranks))[:ranks]
-    manifest = await store.commit(version, parts)
-    pulled_version, pulled_manifest, tensors, live_digest = await reader.call_one("pull", store)
+    if ranks > 1:
+        digests = await writers.call("publish", store, version, ranks)
+    else:
+        digests = [await reader.call_one("publish", store, version)]
+    pulled_version, manifest, tensors, live_digest = await reader.call_one("pull", store)
     expected = full_tensors(version)
     assert pulled_version == version
-    assert pulled_manifest == manifest
     assert set(tensors) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(tensors[name], tensor)
-        assert manifest.tensors[name].digest == tensor_digest(tensor)
-    assert live_digest == manifest.digest == version_digest(expected)
+        assert manifest.digests[name] == tensor_digest(tensor)
+    assert {live_digest, manifest.digest, *digests} == {version_digest(expected)}

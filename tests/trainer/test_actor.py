@@ -72,7 +72,7 @@ async def test_steps_are_published_as_versions(tiny_llama: Path, tmp_path: Path,
         exported = load_file(tmp_path / "export" / "model.safetensors")
         async with await store.acquire(1) as pulled:
             assert pulled.manifest.digest == second["digest"]
-            assert pulled.manifest.digests() == {name: tensor_digest(value) for name, value in exported.items()}
+            assert pulled.manifest.digests == {name: tensor_digest(value) for name, value in exported.items()}
         status = (await trainer.call("status"))[0]
         assert status["version"] == 1
         assert status["trained_tokens"] == stats.trained_tokens

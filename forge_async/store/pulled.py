@@ -1,0 +1,187 @@
+"""The reading side: a version held by a lease, committed or still being written."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from forge_async.errors import ForgeError
+from forge_async.store.errors import StoreError
+from forge_async.store.layout import (
+    Manifest,
+    Ranges,
+    assemble,
+    lies_in_full,
+    narrow,
+    overlap,
+    ranges_of,
+    unpacked_layout,
+)
+from forge_async.store.registry import Lease, Progress
+
+if TYPE_CHECKING:
+    from forge_async.store.weight_store import WeightStore
+
+PROGRESS_S = 10.0
+"""Seconds that one request for a version's progress waits in the store."""
+
+
+class Pulled(Mapping[str, torch.Tensor]):
+    """A version held by a reader: HF name -> full tensor, a read-only view of shared memory where it lies in one piece.
+    Its tensors are valid until :meth:`release`.
+
+    Of a version that is still being written (:meth:`WeightStore.acquire_next`), asking for a tensor blocks the thread
+    until that is written; never do so in the event loop. What was read counts only if :meth:`committed` returns.
+    """
+
+    def __init__(self, store: WeightStore, lease: Lease) -> None:
+        digest, digests = lease.progress.digest, lease.progress.digests
+        self.manifest = Manifest(lease.version, unpacked_layout(lease.layout), digest, digests)
+        self.version: int = lease.version
+        self.buckets: dict[int, torch.Tensor] = {}
+        self._store = store
+        self._lease_id = lease.lease_id
+        self._whole: dict[str, torch.Tensor] = {}
+        self._released = False
+        self._news = threading.Condition()
+        """Guards what follows, which changes while a version is read ahead."""
+        self._written = set(lease.progress.written)
+        self._failure: ForgeError | None = None
+        self._renewal = asyncio.ensure_future(self._renew())
+        self._watcher = None if digest else asyncio.ensure_future(self._watch())
+
+    async def __aenter__(self) -> Pulled:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.release()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """One full tensor, assembled where it lies in several pieces."""
+        self._ready(name)
+        if name not in self._whole:
+            pieces = self.manifest.tensors[name].pieces
+            whole = lies_in_full(pieces)
+            self._whole[name] = (
+                pieces[0].full_view(self.buckets[pieces[0].bucket]) if whole else assemble(pieces, self.buckets)
+            )
+        return self._whole[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.manifest.tensors)
+
+    def __len__(self) -> int:
+        return len(self.manifest.tensors)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, whether they are written or not."""
+        return {name: entry.shape for name, entry in self.manifest.tensors.items()}
+
+    def region(self, name: str, ranges: Ranges) -> torch.Tensor:
+        """Part of a tensor, [start, end) per dimension: a view where one piece holds all of it, else assembled from
+        those that hold some of it."""
+        self._ready(name)
+        pieces = self.manifest.tensors[name].pieces
+        if lies_in_full(pieces):
+            return narrow(self[name], ranges)
+        own = [ranges_of(piece.offsets, piece.shape) for piece in pieces]
+        for piece, there in zip(pieces, own, strict=True):
+            if all(start <= a and b <= end for (start, end), (a, b) in zip(there, ranges, strict=True)):
+                inside = [(a - start, b - start) for (a, b), (start, _) in zip(ranges, there, strict=True)]
+                return narrow(piece.view(self.buckets[piece.bucket]), inside)
+        return assemble(
+            [piece for piece, there in zip(pieces, own, strict=True) if overlap(there, ranges)],
+            self.buckets,
+            ranges=ranges,
+        )
+
+    def copy_into(self, name: str, destination: torch.Tensor) -> None:
+        """Copy one full tensor into ``destination`` of the same shape, shard by shard, without assembling it first."""
+        self._ready(name)
+        entry = self.manifest.tensors[name]
+        if tuple(destination.shape) != entry.shape:
+            raise StoreError(
+                f"{name} has shape {entry.shape} in version {self.version}, not {tuple(destination.shape)}"
+            )
+        assemble(entry.pieces, self.buckets, into=destination)
+
+    async def committed(self) -> Manifest:
+        """Wait until the version is committed; its manifest, with the digests.
+
+        Raises:
+            StoreError: it could not be published.
+        """
+        if self._watcher is not None:
+            await asyncio.wait({self._watcher})
+        if self._failure is not None:
+            raise self._failure
+        return self.manifest
+
+    async def release(self) -> None:
+        """Give the version back; its tensors must not be used any more. Safe to call again.
+
+        Raises:
+            StoreError: the lease had expired before, so that what was read may be torn.
+        """
+        if self._released:
+            return
+        self._released = True
+        with self._news:
+            self._news.notify_all()
+        tasks = [task for task in (self._renewal, self._watcher) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        self._whole.clear()
+        self.buckets.clear()
+        if not await self._store.request("release", self._lease_id):
+            raise StoreError(
+                f"the lease of version {self.version} expired before it was released: what was read may be torn. "
+                "Raise store.lease_ttl_s"
+            )
+
+    def _ready(self, name: str) -> None:
+        """Return when ``name`` may be read."""
+        with self._news:
+            self._news.wait_for(
+                lambda: self._released or self._failure or self.manifest.digest or name in self._written
+            )
+            if self._released:
+                raise StoreError(f"version {self.version} was released: its tensors may hold another version by now")
+            if self._failure is not None:
+                raise self._failure
+
+    async def _watch(self) -> None:
+        """Follows a version that is being written; ends by its commit or failure, or by ``release``."""
+        seen = len(self._written)
+        try:
+            while not self.manifest.digest:
+                progress: Progress | None = await self._store.request("progress", self._lease_id, seen, PROGRESS_S)
+                if progress is None:
+                    continue
+                seen += len(progress.written)
+                with self._news:
+                    self._written.update(progress.written)
+                    if progress.digest:
+                        layout = self.manifest.layout
+                        self.manifest = Manifest(self.version, layout, progress.digest, progress.digests)
+                    self._news.notify_all()
+        except ForgeError as error:
+            with self._news:
+                self._failure = error
+                self._news.notify_all()
+
+    async def _renew(self) -> None:
+        """Renews the lease until cancelled by ``release``; ends when the lease or the store has."""
+        while True:
+            await asyncio.sleep(self._store.config.lease_ttl_s / 4)
+            try:
+                if not await self._store.request("renew", self._lease_id):
+                    return
+            except ForgeError:  # the store is gone: whoever reads next is told
+                return

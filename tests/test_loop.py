@@ -300,7 +300,7 @@ async def test_only_mode_blocking_holds(loop) -> None:
     policy = Held()
     async for _ in loop(prompts(8), policy, mode="drain").steps(2):
         pass
-    assert {entry[0] for entry in policy.log} == {"sync"}
+    assert {entry[0] for entry in policy.log} == {"follow", "sync"}
 
 
 async def test_a_replica_that_does_not_answer_a_hold_is_replaced_and_the_run_goes_on(loop) -> None:

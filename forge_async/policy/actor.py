@@ -301,10 +301,7 @@ class PolicyActor(ForgeActor):
                 await self._told.wait()
                 self._told.clear()
                 while self._last_update["version"] < self._wanted:
-                    update = await self._pull_and_swap(engine)
-                    async with self._applied:
-                        self._last_update = update
-                        self._applied.notify_all()
+                    await self._pull_and_swap(engine)
         except BaseException as error:
             if self._rank > 0 and isinstance(error, Exception) and not isinstance(error, AGREED):
                 _end_process(error)  # rank 0 would wait for ever for this rank to swap
@@ -315,18 +312,21 @@ class PolicyActor(ForgeActor):
         async with self._applied:
             self._applied.notify_all()
 
-    async def _pull_and_swap(self, engine: PolicyEngine) -> dict[str, Any]:
+    async def _pull_and_swap(self, engine: PolicyEngine) -> None:
         """One update. The lease is held until the swap is done, since the tensors may be views of shared memory."""
         assert self.store is not None
         if self._rank == 0:
             lease = await self.store.acquire_next(self._wanted)
         else:
             lease = await self.store.acquire(self._wanted)
-        preparing = asyncio.ensure_future(self._beside(lambda: engine.prepare(lease, lease.shapes)))
+        digests = engine.lockstep is None
+        preparing = asyncio.ensure_future(self._beside(lambda: engine.prepare(lease, lease.shapes, digests)))
         try:
             update = await self._swap(engine, lease, preparing)
+            async with self._applied:
+                self._last_update = update
+                self._applied.notify_all()
             await self._beside(engine.weights.discard)
-            return update
         finally:
             await lease.release()  # which ends preparing too, where that still waits for the writer
             await asyncio.gather(preparing, return_exceptions=True)
@@ -347,7 +347,8 @@ class PolicyActor(ForgeActor):
             if weights.flips:
                 self._attest(engine, manifest, lease, prepared)
             else:
-                attest(manifest.version, manifest.digests, lease, lease.items(), weights.plan.aliases)
+                held = ((name, tensor.dtype, tensor_digest(tensor)) for name, tensor in lease.items())
+                attest(manifest.version, manifest.digests, lease, held, weights.plan.aliases)
 
         async with self._agreeing(engine):  # then no rank will wait for another between two forward passes
             prepared = await preparing
@@ -416,7 +417,7 @@ class PolicyActor(ForgeActor):
         """
         weights = engine.weights
         if engine.lockstep is None:
-            attest(manifest.version, manifest.digests, published, weights.tensors(prepared), weights.plan.aliases)
+            attest(manifest.version, manifest.digests, published, weights.digests(prepared), weights.plan.aliases)
         else:
             attest_parts(manifest.version, self._rank, weights.compare(published, prepared))
 

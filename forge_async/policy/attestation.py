@@ -18,7 +18,7 @@ def attest(
     version: int,
     digests: Mapping[str, str],
     published: Mapping[str, torch.Tensor],
-    held: Iterable[tuple[str, torch.Tensor]],
+    held: Iterable[tuple[str, torch.dtype, str]],
     aliases: Mapping[str, str],
 ) -> None:
     """Compare what the generator holds with what was published.
@@ -26,15 +26,14 @@ def attest(
     Args:
         digests: of the published tensors, by HF name.
         published: the tensors as pulled; converted for the comparison where the generator's dtype is another.
-        held: (HF name, tensor) as the generator holds them.
+        held: (HF name, dtype, digest) as the generator holds them.
         aliases: names which the generator holds as another one (tied embeddings).
     Raises:
         DigestMismatchError: naming the first tensor that differs.
     """
-    for name, tensor in held:
-        same = published[name].dtype == tensor.dtype
-        expected = digests[name] if same else tensor_digest(published[name].to(tensor.dtype))
-        found = tensor_digest(tensor)
+    for name, dtype, found in held:
+        same = published[name].dtype == dtype
+        expected = digests[name] if same else tensor_digest(published[name].to(dtype))
         if found != expected:
             raise DigestMismatchError(
                 f"version {version}: {name} is held with digest {found}, published was {expected}"

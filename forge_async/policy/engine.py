@@ -186,13 +186,16 @@ class PolicyEngine:
         self._post("abort", request_id)
 
     def prepare(
-        self, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]] | None = None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        digests: bool = False,
     ) -> Prepared:
         """All of a swap to ``tensors`` (HF name -> full tensor) that can be done while the engine steps.
 
         In any thread, one at a time; see :meth:`LiveWeights.prepare` for the arguments and errors.
         """
-        return self.weights.prepare(tensors, self.counters.busy_s / max(self.counters.steps, 1), shapes)
+        return self.weights.prepare(tensors, self.counters.busy_s / max(self.counters.steps, 1), shapes, digests)
 
     def swap(self, version: int, weights: Prepared | Mapping[str, torch.Tensor]) -> Future[SwapReport]:
         """Make ``weights`` live, labelled ``version``, between two forward passes.

@@ -34,6 +34,7 @@ from forge_async.errors import ConfigError
 from forge_async.policy import vllm_compat
 from forge_async.policy.config import UpdateConfig
 from forge_async.policy.weight_plan import WeightMismatchError, WeightPlan
+from forge_async.store.digest import tensor_digest
 
 
 @dataclass
@@ -52,8 +53,10 @@ class Prepared:
     weights: WeightSet | None
     """The second set, filled; None where the swap copies."""
     packs: bool
-    cost_s: float
+    cost_s: float = 0.0
     """Processor seconds of the preparation, and of reading it back."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Of the second set, by HF name, where they were asked for."""
 
 
 @dataclass
@@ -131,6 +134,7 @@ class LiveWeights:
         tensors: Mapping[str, torch.Tensor],
         step_s: float = 0.0,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        digests: bool = False,
     ) -> Prepared:
         """All that can be done for a version without touching what is live; one call at a time.
 
@@ -138,15 +142,19 @@ class LiveWeights:
             tensors: HF name -> full tensor.
             step_s: mean seconds of a forward pass at present, for ``layers: auto``.
             shapes: of all tensors, where asking for a tensor may have to wait for it.
+            digests: read a flip's tensors back and digest them at once, each while it is in the processor's caches;
+                not on tensor-parallel ranks, which have parts only.
         Raises:
             WeightMismatchError: a name or a shape does not fit.
         """
         self.plan.check(shapes or {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         packs = self._choose(step_s)
         if not self.flips:
-            return Prepared(tensors, None, packs, 0.0)
+            return Prepared(tensors, None, packs)
         began = time.thread_time()
         new = WeightSet()
+        prepared = Prepared(tensors, new, packs)
+        reader = self._reader(prepared)
         with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for name in self.plan.parameters:
                 layer = self.layers.get(name) if packs else None
@@ -156,9 +164,13 @@ class LiveWeights:
                     self.plan.write(name, tensors, new.dense[name])
                 if layer is not None:
                     new.packed[name] = layer.pack(new.dense[name] if layer.shared else self._gather(name, tensors))
+                if digests:
+                    for hf_name in self.plan.completed_by[name]:
+                        prepared.digests[hf_name] = tensor_digest(self.plan.read(hf_name, of=reader))
             self.plan.wait_for_copies()
         self._spare.clear()  # what is left served the other form of layers
-        return Prepared(tensors, new, packs, time.thread_time() - began)
+        prepared.cost_s = time.thread_time() - began
+        return prepared
 
     def tensors(self, prepared: Prepared | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, tensor) as the model holds it now, or will once ``prepared`` is applied.
@@ -171,6 +183,14 @@ class LiveWeights:
         dense = self._reader(prepared)
         for name in self.plan.names:
             yield name, self.plan.read(name, of=dense)
+
+    def digests(self, prepared: Prepared | None = None) -> Iterator[tuple[str, torch.dtype, str]]:
+        """(HF name, dtype, digest) of :meth:`tensors`; what was digested when it was prepared is not read again."""
+        if prepared is not None and prepared.digests:
+            yield from ((name, self.plan.entries[name].dtype, digest) for name, digest in prepared.digests.items())
+            return
+        for name, tensor in self.tensors(prepared):
+            yield name, tensor.dtype, tensor_digest(tensor)
 
     def compare(
         self, published: Mapping[str, torch.Tensor], prepared: Prepared | None = None

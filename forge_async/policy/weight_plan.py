@@ -94,6 +94,9 @@ class WeightPlan:
         for entry in self.entries.values():
             for piece in entry.pieces:
                 self.writes[piece.parameter].append((entry.name, piece))
+        last = {entry.name: entry.pieces[-1].parameter for entry in self.entries.values()}
+        self.completed_by = {name: [hf for hf, parameter in last.items() if parameter == name] for name in parameters}
+        """Parameter -> HF names that are whole once it is written, if parameters are written in their order."""
         self.names = list(dict.fromkeys(name for writes in self.writes.values() for name, _ in writes))
         """HF names, those that share a parameter one after the other."""
 

@@ -147,6 +147,8 @@ class Pulled(Mapping[str, torch.Tensor]):
 
     def _ready(self, name: str) -> None:
         """Return when ``name`` may be read."""
+        if not self._released and (self.manifest.digest or name in self._written):
+            return
         with self._news:
             self._news.wait_for(
                 lambda: self._released or self._failure or self.manifest.digest or name in self._written

@@ -241,8 +241,8 @@ class Registry(ForgeActor):
 
     @concurrent_endpoint
     async def deliver(self, version: int, rank: int, attempt: str, written: int) -> None:
-        """So many pieces of the rank's plan are written. Tensors that are complete by them are digested here, and read
-        by those who read ahead, beside further writing."""
+        """So many pieces of the rank's plan are written: who reads ahead may have them, and tensors that several ranks
+        have written are digested, beside further writing."""
         entry, part = self._granted(version, rank, attempt)
         await self._note(entry, part, written)
 
@@ -253,7 +253,7 @@ class Registry(ForgeActor):
         """End one rank's part (``failure``: why there is none). When all ``ranks`` have ended theirs, the version is
         committed; returns, or raises, the same for all of them.
 
-        ``digests`` are those of whole tensors that the rank has computed itself.
+        ``digests`` are those of whole tensors, which the rank computes as it writes them.
         """
         if attempt is not None:
             entry, part = self._granted(version, rank, attempt)
@@ -417,7 +417,7 @@ class Registry(ForgeActor):
             await self._tell()
 
     def _count(self, entry: _Version, pieces: tuple[Piece, ...]) -> None:
-        """Note what is written, and digest tensors that are complete by it."""
+        """Note what is written. Tensors that are complete by it are digested, if no single rank could do so."""
         complete = []
         for piece in pieces:
             entry.missing[piece.name] -= piece.numel
@@ -425,9 +425,13 @@ class Registry(ForgeActor):
                 complete.append(piece.name)
         entry.written += complete
         memory, tensors = self._memory_of(entry), entry.layout.tensors
-        here = [name for name in complete if all(piece.bucket in memory for piece in tensors[name].pieces)]
-        if here:
-            entry.digesting.append(asyncio.ensure_future(asyncio.to_thread(_digests_of, here, entry.layout, memory)))
+        shared = [
+            name
+            for name in complete
+            if not tensors[name].pieces[0].is_whole and all(piece.bucket in memory for piece in tensors[name].pieces)
+        ]
+        if shared:
+            entry.digesting.append(asyncio.ensure_future(asyncio.to_thread(_digests_of, shared, entry.layout, memory)))
 
     async def _commit(self, entry: _Version) -> None:
         refused = f"version {entry.number} cannot be committed: "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from forge_async.store import torchstore_compat
-from forge_async.store.digest import tensor_digest
+from forge_async.store.digest import copy_digested
 from forge_async.store.layout import (
     FullTensor,
     PartPlan,
@@ -26,7 +26,9 @@ from forge_async.store.shared_memory import attach, forget_segments
 if TYPE_CHECKING:
     from forge_async.store.weight_store import WeightStore
 
-DELIVERIES = 8
+Result = TypeVar("Result")
+
+DELIVERIES = 6
 """Times that a rank reports what it has written: the store digests, and readers copy, the first while it writes the
 last."""
 
@@ -46,7 +48,7 @@ class PartWriter:
         """Ask for room and fill it; the arguments are those of :meth:`WeightStore.publish`.
 
         Returns:
-            Digests of whole tensors, where the store cannot see them; the store computes all others.
+            Digests of whole tensors; those that several ranks write are left to the store.
         """
         shards = [shard for shard in tensors if shard.tensor.numel()]
         near = self._store.shares_memory()
@@ -62,15 +64,13 @@ class PartWriter:
         memory = dict(enumerate(buckets))
         loop = asyncio.get_running_loop()
         report = self._report if near else lambda written: None
-        await finish_in_thread(
+        digests = await finish_in_thread(
             lambda: write_runs(plan, shards, memory, lambda written: loop.call_soon_threadsafe(report, written))
         )
-        if near:
-            return {}
-        digests = await asyncio.to_thread(digests_of_whole, plan.pieces, memory)
-        client = await torchstore_compat.client(self._store.name)
-        for key, bucket in zip(grant.keys, buckets, strict=True):
-            await client.put(key, bucket)
+        if not near:
+            client = await torchstore_compat.client(self._store.name)
+            for key, bucket in zip(grant.keys, buckets, strict=True):
+                await client.put(key, bucket)
         return digests
 
     async def reported(self) -> None:
@@ -102,16 +102,28 @@ def write_runs(
     shards: Sequence[TensorShard],
     memory: Mapping[int, torch.Tensor],
     report: Callable[[int], object],
-) -> None:
-    """Write all shards, and ``report`` now and then how many of them are written."""
+) -> dict[str, str]:
+    """Write all shards, and ``report`` now and then how many of them are written.
+
+    Returns:
+        Digests of those that are full tensors, by name.
+    """
+    digests: dict[str, str] = {}
     for first, last in even_runs([piece.numel for piece in plan.pieces], DELIVERIES):
-        write_shards(plan.pieces[first:last], shards[first:last], memory)
+        digests |= write_shards(plan.pieces[first:last], shards[first:last], memory)
         if last < len(shards):
             report(last)
+    return digests
 
 
-def write_shards(pieces: Sequence[Piece], shards: Sequence[TensorShard], memory: Mapping[int, torch.Tensor]) -> None:
-    """Copy shards to their places, cast to the pieces' dtypes. On CUDA in a stream of its own, beside training."""
+def write_shards(
+    pieces: Sequence[Piece], shards: Sequence[TensorShard], memory: Mapping[int, torch.Tensor]
+) -> dict[str, str]:
+    """Copy shards to their places, cast to the pieces' dtypes; digests of those that are full tensors, by name.
+
+    On CUDA in a stream of its own, beside training.
+    """
+    digests = {}
     device = next((shard.tensor.device for shard in shards if shard.tensor.is_cuda), None)
     stream = torch.cuda.Stream(device) if device is not None else None
     with torch.no_grad(), torch.cuda.stream(stream):
@@ -120,16 +132,14 @@ def write_shards(pieces: Sequence[Piece], shards: Sequence[TensorShard], memory:
             source = shard.tensor.detach()
             if source.is_cuda:
                 source = source.to(target.dtype)  # there, so that half the bytes cross the bus
-            target = target.view(source.shape) if shard.shape is not None else target
-            target.copy_(source)
+            if piece.is_whole:
+                digests[piece.name] = copy_digested(target, source, piece.global_shape)
+            else:
+                target.view(source.shape).copy_(source)
+    return digests
 
 
-def digests_of_whole(pieces: Sequence[Piece], memory: Mapping[int, torch.Tensor]) -> dict[str, str]:
-    """Digests of those pieces that are full tensors, by name."""
-    return {piece.name: tensor_digest(piece.view(memory[piece.bucket])) for piece in pieces if piece.is_whole}
-
-
-async def finish_in_thread(function: Callable[[], Any]) -> Any:
+async def finish_in_thread(function: Callable[[], Result]) -> Result:
     """Run ``function`` in a thread; a cancellation waits for its end, since it writes shared memory."""
     running = asyncio.ensure_future(asyncio.to_thread(function))
     try:

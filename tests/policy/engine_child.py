@@ -96,10 +96,10 @@ def with_a_wrong_mapping(engine: PolicyEngine, new: dict[int, Any]) -> dict[str,
     (first, one), (second, other), *rest = weights.plan.writes[fused]
     weights.plan.writes[fused] = [(second, one), (first, other), *rest]
     prepared = engine.prepare(published)
-    error = raised(lambda: attest(9, digests, published, weights.tensors(prepared), weights.plan.aliases))
+    error = raised(lambda: attest(9, digests, published, weights.digests(prepared), weights.plan.aliases))
     weights.plan.writes[fused] = [(first, one), (second, other), *rest]
     after = engine.submit(LONG_PROMPT, greedy).result()
-    attest(9, digests, published, weights.tensors(engine.prepare(published)), weights.plan.aliases)
+    attest(9, digests, published, weights.digests(engine.prepare(published)), weights.plan.aliases)
     return {"error": error, "names": (first, second), "before": before, "after": after}
 
 

@@ -155,7 +155,7 @@ def test_a_wrong_mapping_is_found_before_the_flip(make, layers: str) -> None:
     weights.plan.writes["qk.weight"] = [(first, one), (second, replace(other, target_offset=0))]
     prepared = weights.prepare(tensors)
     with pytest.raises(DigestMismatchError, match=r"version 1: [qk]\.weight"):
-        attest(1, digests(tensors), tensors, weights.tensors(prepared), weights.plan.aliases)
+        attest(1, digests(tensors), tensors, weights.digests(prepared), weights.plan.aliases)
     check(model, weights, version(0))
 
 
@@ -164,15 +164,15 @@ def test_what_is_held_is_attested(make, way: tuple[str, str]) -> None:
     _, weights = make(*way)
     tensors = version(1)
     weights.apply(weights.prepare(tensors))
-    attest(1, digests(tensors), tensors, weights.tensors(), weights.plan.aliases)
+    attest(1, digests(tensors), tensors, weights.digests(), weights.plan.aliases)
     halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     weights.apply(weights.prepare(halves))
-    attest(2, digests(halves), halves, weights.tensors(), weights.plan.aliases)
+    attest(2, digests(halves), halves, weights.digests(), weights.plan.aliases)
     with pytest.raises(DigestMismatchError, match=r"version 3: embed\.weight"):
-        attest(3, digests(tensors), tensors, weights.tensors(), weights.plan.aliases)
+        attest(3, digests(tensors), tensors, weights.digests(), weights.plan.aliases)
     with pytest.raises(DigestMismatchError, match=r"head\.weight and embed\.weight differ"):
         both = halves | {"head.weight": halves["embed.weight"] + 1}
-        attest(4, digests(both), both, weights.tensors(), weights.plan.aliases)
+        attest(4, digests(both), both, weights.digests(), weights.plan.aliases)
 
 
 def test_a_layer_that_kept_the_old_memory_is_named(make) -> None:

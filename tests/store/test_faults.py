@@ -66,7 +66,7 @@ class Rank(ForgeActor):
             def hang(*args: object) -> None:
                 if next(copies) == hang_at:
                     time.sleep(600)
-                write(*args)  # type: ignore[arg-type]
+                return write(*args)  # type: ignore[arg-type]
 
             writer.write_shards = hang
         committed = await store.publish(version, rank, 2, shards_of(version, rank), LAYOUT)

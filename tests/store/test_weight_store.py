@@ -187,7 +187,7 @@ async def test_a_version_is_read_while_it_is_written(store, monkeypatch):
     def write_when_told(pieces, sources, memory):
         for source in sources:
             assert gates[source.name].wait(20)
-        write(pieces, sources, memory)
+        return write(pieces, sources, memory)
 
     monkeypatch.setattr(writer, "write_shards", write_when_told)
     parts = [TensorShard.whole(name, tensor) for name, tensor in expected.items()]

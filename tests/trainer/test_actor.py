@@ -15,7 +15,7 @@ from trainer_samples import groups
 
 from forge_async.errors import DataError, ForgeError
 from forge_async.mesh import ActorHandle, MeshRuntime
-from forge_async.store import StoreConfig, WeightStore, tensor_digest, version_digest, weight_store
+from forge_async.store import StoreConfig, WeightStore, tensor_digest, version_digest, writer
 from forge_async.trainer.actor import TrainerActor
 from forge_async.trainer.config import OptimizerConfig, TrainerConfig
 from forge_async.trainer.engine import TrainerEngine
@@ -28,13 +28,13 @@ class Trainer(TrainerActor):
 
     @concurrent_endpoint
     async def delay_copies(self, seconds: float) -> None:
-        write = weight_store.write_shards
+        write = writer.write_shards
 
         def slowly(*args: object) -> None:
             time.sleep(seconds)
-            write(*args)  # type: ignore[arg-type]
+            return write(*args)  # type: ignore[arg-type]
 
-        weight_store.write_shards = slowly
+        writer.write_shards = slowly
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]

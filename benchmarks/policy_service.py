@@ -5,7 +5,7 @@
 Two processes take turns on one core: a bare engine as vLLM itself sets it up (packed layers on CPU), and a policy
 replica behind the service with its RPCs. Both generate for ``--batch`` requests at once, the same prompts and sampling.
 In every window of the service a new version is published from this process, on the other core, and swapped in.
-Also compared: tokens per second while a version is pulled, and in the rest of the windows. ``key=value`` sets
+Also compared: tokens per second while a version is published and pulled, and in the rest of the windows. ``key=value`` sets
 ``policy.update``. The last line is one JSON object.
 """
 
@@ -96,11 +96,11 @@ class ServiceUnderLoad:
     async def publish(self) -> None:
         from forge_async.store import TensorShard
 
+        shards = [TensorShard.whole(name, tensor) for name, tensor in self.tensors.items()]
+        await self.store.publish(self.version + 1, 0, 1, shards)
         self.version += 1
         for tensor in self.tensors.values():
             tensor.mul_(1 + 1e-5 * (self.version % 3))
-        shards = [TensorShard.whole(name, tensor) for name, tensor in self.tensors.items()]
-        await self.store.publish(self.version, 0, 1, shards)
 
     async def window(self, number: int, seconds: float) -> tuple[float, float, float, dict[str, Any]]:
         """Tokens per second: of the whole window, of its rest, while pulling; and the update's report."""
@@ -122,9 +122,8 @@ class ServiceUnderLoad:
             await asyncio.sleep(0.05)
             first = await self.status()
         await asyncio.sleep(seconds / 4)  # undisturbed, to compare with
-        await self.publish()
         told = await self.status()
-        (report,) = await self.service.fan_out("sync", self.version)
+        _, (report,) = await asyncio.gather(self.publish(), self.service.fan_out("sync", self.version + 1))
         if isinstance(report, Exception):
             raise report
         live = await self.status()

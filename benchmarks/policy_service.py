@@ -4,9 +4,9 @@
 
 Two processes take turns on one core: a bare engine as vLLM itself sets it up (packed layers on CPU), and a policy
 replica behind the service with its RPCs. Both generate for ``--batch`` requests at once, the same prompts and sampling.
-In every window of the service a new version is published from this process, on the other core, and swapped in.
-Also compared: tokens per second while a version is published and pulled, and in the rest of the windows. ``key=value`` sets
-``policy.update``. The last line is one JSON object.
+In every window of the service a new version is published from this process, on the other core, and swapped in. After
+it, requests that only decode are timed by themselves and while one more version is published and pulled. ``key=value``
+sets ``policy.update``. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class ServiceUnderLoad:
         for tensor in self.tensors.values():
             tensor.mul_(1 + 1e-5 * (self.version % 3))
 
-    async def window(self, number: int, seconds: float) -> tuple[float, float, float, dict[str, Any]]:
-        """Tokens per second: of the whole window, of its rest, while pulling; and the update's report."""
+    async def window(self, number: int, seconds: float) -> tuple[float, dict[str, Any]]:
+        """Tokens per second of a window with one update; and the update's report."""
         from forge_async.policy import SamplingConfig
 
         requests, ids = workload(self.batch), set()
@@ -117,25 +117,56 @@ class ServiceUnderLoad:
                 ids.discard(name)
 
         producers = [asyncio.create_task(produce()) for _ in range(self.batch)]
-        before = first = await self.status()
-        while first[1] < before[1] + WARM_UP_TOKENS * self.batch:
-            await asyncio.sleep(0.05)
-            first = await self.status()
-        await asyncio.sleep(seconds / 4)  # undisturbed, to compare with
+        first = await self._warm()
+        report = await self._update()
+        await asyncio.sleep(max(first[0] + seconds - time.perf_counter(), 0.0))
+        last = await self.status()
+        await self._end(producers, ids)
+        return rate(first, last), report
+
+    async def decoding(self, number: int, seconds: float) -> tuple[float, float]:
+        """Tokens per second of requests that only decode: before an update, and while it is published and pulled."""
+        from forge_async.policy import SamplingConfig
+
+        sampling = SamplingConfig(max_tokens=440, ignore_eos=True)
+        ids = {f"{number}-long-{index}" for index in range(self.batch)}
+        prompts = (prompt for prompt, _, _ in workload(self.batch))
+        producers = [
+            asyncio.create_task(self.service.call("generate", prompt, sampling, name))
+            for prompt, name in zip(prompts, ids, strict=False)
+        ]
+        first = await self._warm()
+        await asyncio.sleep(seconds)
         told = await self.status()
+        await self._update()
+        live = await self.status()
+        await self._end(producers, ids)
+        return rate(first, told), rate(told, live)
+
+    async def _warm(self) -> tuple[float, int, int]:
+        before = status = await self.status()
+        while status[1] < before[1] + WARM_UP_TOKENS * self.batch:
+            await asyncio.sleep(0.05)
+            status = await self.status()
+        return status
+
+    async def _update(self) -> dict[str, Any]:
+        began = time.perf_counter()
         _, (report,) = await asyncio.gather(self.publish(), self.service.fan_out("sync", self.version + 1))
         if isinstance(report, Exception):
             raise report
-        live = await self.status()
-        await asyncio.sleep(max(first[0] + seconds - time.perf_counter(), 0.0))
-        last = await self.status()
+        return report | {"took_s": time.perf_counter() - began}
+
+    async def _end(self, producers: list[asyncio.Task[Any]], ids: set[str]) -> None:
         for producer in producers:
             producer.cancel()
         await asyncio.gather(*producers, return_exceptions=True)
         await asyncio.gather(*(self.service.call("abort", name) for name in list(ids)))
-        pulling = (live[1] - told[1]) / (live[0] - told[0])
-        rest = (told[1] - first[1] + last[1] - live[1]) / (told[0] - first[0] + max(last[0] - live[0], 1e-9))
-        return (last[1] - first[1]) / (last[0] - first[0]), rest, pulling, report | {"took_s": live[0] - told[0]}
+
+
+def rate(first: tuple[float, int, int], last: tuple[float, int, int]) -> float:
+    """Tokens per second between two readings of the status."""
+    return (last[1] - first[1]) / (last[0] - first[0])
 
 
 def load(folder: str, dtype: str) -> dict[str, Any]:
@@ -167,17 +198,18 @@ async def measure(
         if isinstance(seconds, Exception):
             raise seconds
         loaded = ServiceUnderLoad(service, store, tensors, options.batch)
-        rates: dict[str, list[float]] = {"bare": [], "service": [], "rest": [], "pulling": []}
+        rates: dict[str, list[float]] = {"bare": [], "service": [], "decoding": [], "pulling": []}
         for number in range(options.windows):
             connection.send(options.seconds)
             rates["bare"].append(await asyncio.to_thread(connection.recv))
-            whole, rest, pulling, report = await loaded.window(number, options.seconds)
-            for name, value in (("service", whole), ("rest", rest), ("pulling", pulling)):
+            whole, report = await loaded.window(number, options.seconds)
+            decoding, pulling = await loaded.decoding(number, options.seconds / 4)
+            for name, value in (("service", whole), ("decoding", decoding), ("pulling", pulling)):
                 rates[name].append(value)
             print(
-                f"window {number}: bare {rates['bare'][-1]:.1f} tok/s, service {whole:.1f} (while pulling {pulling:.1f}"
-                f", rest {rest:.1f}); {report['swap']}, {report['layers']}, pause {report['pause_ms']:.1f} ms, "
-                f"pulled in {report['pull_s']:.2f} s, attested in {report['attest_s']:.2f} s",
+                f"window {number}: bare {rates['bare'][-1]:.1f} tok/s, service {whole:.1f}; only decoding "
+                f"{decoding:.1f}, while pulling {pulling:.1f}; {report['swap']}, {report['layers']}, pause "
+                f"{report['pause_ms']:.1f} ms, update in {report['took_s']:.2f} s",
                 flush=True,
             )
     return {
@@ -187,8 +219,8 @@ async def measure(
         "windows": options.windows,
         "update_every_s": options.seconds,
         "service_over_bare": ratio(rates["service"], rates["bare"]),
-        "pulling_over_rest": ratio(rates["pulling"], rates["rest"]),
-        "limits": {"service_over_bare": 0.95, "pulling_over_rest": 0.9},
+        "pulling_over_decoding": ratio(rates["pulling"], rates["decoding"]),
+        "limits": {"service_over_bare": 0.95, "pulling_over_decoding": 0.9},
         "tokens_per_s": {name: [round(rate, 1) for rate in values] for name, values in rates.items()},
     }
 

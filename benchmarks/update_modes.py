@@ -5,11 +5,12 @@ modes cost on the same workload.
 
 One engine on one core answers requests of the same lengths in every mode, more than it has places for, drawn from a
 log-normal distribution. Every few seconds there are new weights (two perturbed copies of the model's in turns), already
-in this process's memory: the pull is not part of this. In mode blocking a train step of fixed length stands between the
-hold and the swap; in the others the trainer is thought to work beside. The run without updates and never_stop with keep
-are repeated in turns, and their ratio is the median over pairs; the other modes are run once. A request longer than the
-time between updates would never end in abort_retry, so the longest one is chosen to fit, and updates stop after 20.
-Figures per mode:
+in this process's memory; they are prepared by a thread of a replica's priority (policy.update.pull_nice) on the same
+core, so that a version comes so many seconds after the last one is live. In mode blocking a train step of fixed length
+stands between the hold and the swap; in the others the trainer is thought to work beside. The run without updates and
+never_stop with keep are repeated in turns, and their ratio is the median over pairs; the other modes are run once. A
+request longer than the time between updates would never end in abort_retry, so the longest one is chosen to fit, and
+updates stop after 20. Figures per mode:
 
 * tokens/s: tokens of completions per second of wall time, from the first request to the last completion;
 * discarded: generated tokens thrown away; recomputed: tokens whose keys and values were thrown away;
@@ -26,6 +27,7 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -63,7 +65,10 @@ class Publisher:
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
-        """Waits for a swap before the next version, as a replica's follower does; ends at the swap after stop()."""
+        """As a replica's follower, at its priority: one version after the other, until the swap after stop()."""
+        from forge_async.policy.actor import lower_priority
+
+        lower_priority(self.engine.config.update.pull_nice)
         while self.published - self._first < 20 and not self._stop.wait(self.every):
             if self.engine.config.update.rules.holds:
                 self.engine.hold(self.published).result()
@@ -152,8 +157,11 @@ def main() -> None:
     parser.add_argument("--train", type=float, default=2, help="seconds of a train step in mode blocking")
     parser.add_argument("--repeats", type=int, default=3, help="of the two runs that are compared")
     options = parser.parse_args()
-    core = max(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {core})  # before torch is imported, which counts its threads by it
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # before torch is imported, which counts its threads by it
+    from forge_async.mesh.actor import WORKER_ENVIRONMENT
+
+    if any(os.environ.get(name) != value for name, value in WORKER_ENVIRONMENT.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | WORKER_ENVIRONMENT)  # as a replica has it
 
     from forge_async.policy import PolicyConfig, UpdateConfig, checkpoint
     from forge_async.policy.engine import PolicyEngine

@@ -97,7 +97,7 @@ class PolicyActor(ForgeActor):
         self._applied = asyncio.Condition()
         self._last_update: dict[str, Any] = {"version": version - 1, "digest": None}
         """What :meth:`sync` reports; the folder's own weights count as older, so that its version is attested too."""
-        self._background = ThreadPoolExecutor(1, "weights", _lower_priority, (config.update.pull_nice,))
+        self._background = ThreadPoolExecutor(1, "weights", lower_priority, (config.update.pull_nice,))
         self._digest_mismatches = 0
         self._drained: dict[str, Any] = {}
 
@@ -422,7 +422,7 @@ class PolicyActor(ForgeActor):
             attest_parts(manifest.version, self._rank, weights.compare(published, prepared))
 
 
-def _lower_priority(nice: int) -> None:
+def lower_priority(nice: int) -> None:
     """Of the calling thread alone, for good; only Linux has threads of their own priority."""
     if sys.platform != "linux":
         return

@@ -125,7 +125,10 @@ class ServiceUnderLoad:
         return rate(first, last), report
 
     async def decoding(self, number: int, seconds: float) -> tuple[float, float]:
-        """Tokens per second of requests that only decode: before an update, and while it is published and pulled."""
+        """Tokens per second of requests that only decode: by themselves, and while a version is published and pulled.
+
+        The former before and after the latter, since forward passes get slower as the requests get longer.
+        """
         from forge_async.policy import SamplingConfig
 
         sampling = SamplingConfig(max_tokens=440, ignore_eos=True)
@@ -140,8 +143,10 @@ class ServiceUnderLoad:
         told = await self.status()
         await self._update()
         live = await self.status()
+        await asyncio.sleep(seconds)
+        last = await self.status()
         await self._end(producers, ids)
-        return rate(first, told), rate(told, live)
+        return (rate(first, told) + rate(live, last)) / 2, rate(told, live)
 
     async def _warm(self) -> tuple[float, int, int]:
         before = status = await self.status()

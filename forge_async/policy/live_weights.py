@@ -78,6 +78,7 @@ class LiveWeights:
         rows: of a typical forward pass, for the measurements.
     Raises:
         ConfigError: ``layers`` or ``swap`` cannot be had here.
+        WeightMismatchError: this machine's packing loses values.
     """
 
     def __init__(
@@ -119,13 +120,18 @@ class LiveWeights:
         if self.layers and config.layers == "auto":
             self.costs = self._measure(rows)
         if self.packs:
-            began = time.thread_time()
+            pack_s = 0.0
             for name, layer in self.layers.items():
                 parameter = plan.parameters[name]
                 dense = parameter.data
-                layer.install(parameter, dense if layer.shared else None, layer.pack(dense))
+                began = time.thread_time()
+                packed = layer.pack(dense)
+                pack_s += time.thread_time() - began
+                if not torch.equal(layer.unpack(packed), dense):
+                    raise WeightMismatchError(f"{name}: what is packed here does not unpack to the same values")
+                layer.install(parameter, dense if layer.shared else None, packed)
             if self.costs is not None:
-                self.costs.update[True] = time.thread_time() - began
+                self.costs.update[True] = pack_s
 
     # ---- any thread ----
 
@@ -142,7 +148,8 @@ class LiveWeights:
             tensors: HF name -> full tensor.
             step_s: mean seconds of a forward pass at present, for ``layers: auto``.
             shapes: of all tensors, where asking for a tensor may have to wait for it.
-            digests: read a flip's tensors back and digest them at once, each while it is in the processor's caches;
+            digests: of a flip, read tensors back from the parameters and digest them at once, each while it is in the
+                processor's caches, and those that are packed as they were packed (unpacking costs as much as packing);
                 not on tensor-parallel ranks, which have parts only.
         Raises:
             WeightMismatchError: a name or a shape does not fit.
@@ -154,23 +161,30 @@ class LiveWeights:
         began = time.thread_time()
         new = WeightSet()
         prepared = Prepared(tensors, new, packs)
-        reader = self._reader(prepared)
         with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for name in self.plan.parameters:
                 layer = self.layers.get(name) if packs else None
                 if layer is None or layer.shared:
-                    dense = self._spare.pop(name, None)
-                    new.dense[name] = self._like(name) if dense is None else dense
-                    self.plan.write(name, tensors, new.dense[name])
+                    spare = self._spare.pop(name, None)
+                    dense = new.dense[name] = self._like(name) if spare is None else spare
+                    self.plan.write(name, tensors, dense)
+                else:
+                    dense = self._gather(name, tensors)
                 if layer is not None:
-                    new.packed[name] = layer.pack(new.dense[name] if layer.shared else self._gather(name, tensors))
+                    new.packed[name] = layer.pack(dense)
                 if digests:
-                    for hf_name in self.plan.completed_by[name]:
-                        prepared.digests[hf_name] = tensor_digest(self.plan.read(hf_name, of=reader))
+                    self._digest(name, dense, prepared)
             self.plan.wait_for_copies()
         self._spare.clear()  # what is left served the other form of layers
         prepared.cost_s = time.thread_time() - began
         return prepared
+
+    def _digest(self, parameter: str, dense: torch.Tensor, prepared: Prepared) -> None:
+        """Note the digests of the HF tensors that are whole with ``parameter``, whose new values are ``dense``."""
+        others = self._reader(prepared)
+        for name in self.plan.completed_by[parameter]:
+            held = self.plan.read(name, of=lambda other: dense if other == parameter else others(other))
+            prepared.digests[name] = tensor_digest(held)
 
     def tensors(self, prepared: Prepared | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, tensor) as the model holds it now, or will once ``prepared`` is applied.

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from forge_async.store.digest import tensor_digest, version_digest
     from forge_async.store.errors import StoreError, VersionGone
     from forge_async.store.layout import FullTensor, Manifest, TensorEntry, TensorShard
+    from forge_async.store.messages import Committed
     from forge_async.store.pulled import Pulled
-    from forge_async.store.registry import Committed
     from forge_async.store.weight_store import WeightStore
 
 _ROOMS = {
@@ -20,7 +20,7 @@ _ROOMS = {
     "version_digest": "digest",
     "StoreError": "errors",
     "VersionGone": "errors",
-    "Committed": "registry",
+    "Committed": "messages",
     "FullTensor": "layout",
     "Manifest": "layout",
     "TensorEntry": "layout",

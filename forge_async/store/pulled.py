@@ -21,7 +21,7 @@ from forge_async.store.layout import (
     ranges_of,
     unpacked_layout,
 )
-from forge_async.store.registry import Lease, Progress
+from forge_async.store.messages import Lease, Progress
 
 if TYPE_CHECKING:
     from forge_async.store.weight_store import WeightStore

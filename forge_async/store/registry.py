@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,149 +26,13 @@ from forge_async.store.layout import (
     Piece,
     combined,
     digest_of_pieces,
-    unpacked_layout,
     unpacked_plan,
 )
+from forge_async.store.messages import Committed, Grant, Lease, Progress
 from forge_async.store.shared_memory import Segment, SegmentPool, attach, create_segment
+from forge_async.store.version import Buckets, Part, Version
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Grant:
-    """The answer to ``begin``: where a rank may write its part."""
-
-    attempt: str
-    """Names this part, so that what belongs to a failed attempt is never committed."""
-    keys: list[str]
-    """One per bucket: its torchstore key."""
-    segments: list[Segment] | None
-    """One per bucket; None: the client shares no memory with the store and puts the buckets itself."""
-    live_segments: list[str]
-
-
-@dataclass(frozen=True)
-class Lease:
-    """The answer to ``acquire``: a version that stays until released or expired."""
-
-    lease_id: int
-    version: int
-    layout: bytes
-    """A packed :class:`Layout`, the same bytes for every version."""
-    keys: list[str]
-    """One per bucket: its torchstore key."""
-    segments: dict[int, Segment]
-    """Of those buckets that lie in shared memory: a reader on this host needs nothing else."""
-    live_segments: list[str]
-    progress: Progress
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a version is."""
-
-    written: list[str]
-    """Tensors that are complete since it was asked last, while the version is being written."""
-    digest: str = ""
-    """Of the version, once it is committed."""
-    digests: dict[str, str] = field(default_factory=dict)
-    """Of its tensors, then."""
-
-
-@dataclass(frozen=True)
-class Committed:
-    """The answer to ``finish``: a version that readers see."""
-
-    version: int
-    digest: str
-    nbytes: int
-
-
-@dataclass
-class _Buckets:
-    """Room for a version, or for one rank's part of it."""
-
-    keys: list[str]
-    segments: list[Segment]
-    """One per bucket, none where the rank puts its buckets itself."""
-    put: asyncio.Future[Any] | None = None
-    """Done when torchstore has the segments' addresses."""
-
-
-@dataclass
-class _Part:
-    """What one rank was granted, and has written, for one version."""
-
-    attempt: str
-    plan: bytes
-    own: _Buckets | None
-    """None: it writes to the buckets that all ranks have in common."""
-    written: int = 0
-    """Pieces of the plan."""
-
-
-class _Version:
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.parts: dict[int, _Part] = {}
-        self.common: _Buckets | None = None
-        self.outcomes: dict[int, str | None] = {}
-        """What went wrong, or None, of each rank that has finished."""
-        self.layout_data: bytes | None = None
-        """Known when all ranks have begun."""
-        self.arranged: asyncio.Future[None] | None = None
-        self.missing: dict[str, int] = {}
-        """Elements of each tensor that are not written yet."""
-        self.written: list[str] = []
-        """Tensors that are complete, in this order."""
-        self.digests: dict[str, str] = {}
-        self.digesting: list[asyncio.Future[dict[str, str]]] = []
-        self.committed: Committed | None = None
-        self.settled: asyncio.Future[Committed] = asyncio.get_running_loop().create_future()
-        """What every rank's ``finish`` waits for."""
-        self.settled.add_done_callback(lambda future: future.exception())  # perhaps nobody waits
-
-    @property
-    def layout(self) -> Layout:
-        assert self.layout_data is not None
-        return unpacked_layout(self.layout_data)
-
-    @property
-    def failed(self) -> bool:
-        return self.settled.done() and self.committed is None
-
-    @property
-    def within_reach(self) -> bool:
-        """Whether it can be read while it is written: all of it lies in shared memory, and it is known where."""
-        return self.layout_data is not None and len(self.segments()) == len(self.layout.sizes)
-
-    def knows(self, rank: int) -> bool:
-        """Whether the rank has begun or ended its part: if it begins another, that is a new attempt."""
-        return rank in self.parts or rank in self.outcomes
-
-    def fail(self, message: str) -> None:
-        if not self.settled.done():
-            self.settled.set_exception(StoreError(message))
-
-    def all_buckets(self) -> list[_Buckets]:
-        """The common ones, then each rank's own, as in the layout."""
-        found = [self.common, *(self.parts[rank].own for rank in sorted(self.parts))]
-        return [buckets for buckets in found if buckets is not None]
-
-    def keys(self) -> list[str]:
-        return [key for buckets in self.all_buckets() for key in buckets.keys]
-
-    def segments(self) -> dict[int, Segment]:
-        """By bucket; of those in shared memory."""
-        found: list[Segment | None] = []
-        for buckets in self.all_buckets():
-            found += buckets.segments or [None] * len(buckets.keys)
-        return {index: segment for index, segment in enumerate(found) if segment is not None}
-
-    def progress(self, seen: int) -> Progress:
-        if self.committed is None:
-            return Progress(self.written[seen:])
-        return Progress([], self.committed.digest, self.digests)
 
 
 class Registry(ForgeActor):
@@ -184,9 +47,9 @@ class Registry(ForgeActor):
         self._store_name = store_name
         self._keep_versions = keep_versions
         self._lease_ttl_s = lease_ttl_s
-        self._versions: dict[int, _Version] = {}
+        self._versions: dict[int, Version] = {}
         self._latest: int | None = None
-        self._leases: dict[int, tuple[_Version, float]] = {}
+        self._leases: dict[int, tuple[Version, float]] = {}
         self._lease_numbers = itertools.count()
         self._attempts = itertools.count()
         self._pool = SegmentPool()
@@ -221,7 +84,7 @@ class Registry(ForgeActor):
         if entry.failed:
             await entry.settled  # its finish will be noted, so that its next begin is another attempt
         attempt, part = f"{next(self._attempts)}", unpacked_plan(plan)
-        own: _Buckets | None = None
+        own: Buckets | None = None
         if not part.common:
             buckets = own = self._room(version, f"rank{rank}", attempt, part, shares_memory)
         elif entry.common is None:
@@ -234,7 +97,7 @@ class Registry(ForgeActor):
                     f"version {version}: rank {rank} has buckets of {part.sizes} bytes, another rank of {other}; all "
                     "ranks must pass the same layout"
                 )
-        entry.parts[rank] = _Part(attempt, plan, own)
+        entry.parts[rank] = Part(attempt, plan, own)
         if len(entry.parts) == ranks:
             entry.arranged = asyncio.ensure_future(self._arrange(entry))  # while the ranks begin to write
         return Grant(attempt, buckets.keys, buckets.segments if shares_memory else None, self._pool.live())
@@ -307,7 +170,7 @@ class Registry(ForgeActor):
         With ``ahead``, ``version`` itself while it is still being written, if all of it lies in shared memory.
         """
 
-        def ready() -> _Version | None:
+        def ready() -> Version | None:
             if self._latest is not None and self._latest >= version:
                 return self._versions[self._latest]
             entry = self._versions.get(version)
@@ -363,41 +226,41 @@ class Registry(ForgeActor):
 
     # ---- a version's way ----
 
-    def _open(self, version: int) -> _Version:
+    def _open(self, version: int) -> Version:
         """The attempt at ``version`` under way, or a new one."""
         if self._latest is not None and version <= self._latest:
             raise StoreError(f"version {version} cannot be written: version {self._latest} is committed already")
-        return self._versions.setdefault(version, _Version(version))
+        return self._versions.setdefault(version, Version(version))
 
-    async def _start_over(self, entry: _Version, rank: int) -> None:
+    async def _start_over(self, entry: Version, rank: int) -> None:
         del self._versions[entry.number]
         entry.fail(f"version {entry.number}: the part of rank {rank} was put again since")
         await self._tell()
         await self._discard(entry)
 
-    def _granted(self, version: int, rank: int, attempt: str) -> tuple[_Version, _Part]:
+    def _granted(self, version: int, rank: int, attempt: str) -> tuple[Version, Part]:
         entry = self._versions.get(version)
         part = entry.parts.get(rank) if entry is not None else None
         if entry is None or part is None or part.attempt != attempt or entry.committed is not None:
             raise StoreError(f"version {version}: the part of rank {rank} was put again since, or is out of date")
         return entry, part
 
-    def _room(self, version: int, owner: str, attempt: str, plan: PartPlan, shares_memory: bool) -> _Buckets:
+    def _room(self, version: int, owner: str, attempt: str, plan: PartPlan, shares_memory: bool) -> Buckets:
         keys = [bucket_key(version, owner, attempt, index) for index in range(len(plan.sizes))]
         if not shares_memory:
-            return _Buckets(keys, [])
-        buckets = _Buckets(keys, [self._pool.take(nbytes) for nbytes in plan.sizes])
+            return Buckets(keys, [])
+        buckets = Buckets(keys, [self._pool.take(nbytes) for nbytes in plan.sizes])
         buckets.put = asyncio.ensure_future(self._put_addresses(buckets, plan.sizes))
         return buckets
 
-    async def _put_addresses(self, buckets: _Buckets, sizes: tuple[int, ...]) -> None:
+    async def _put_addresses(self, buckets: Buckets, sizes: tuple[int, ...]) -> None:
         """Hand torchstore the segments, whose contents are written meanwhile."""
         client = await torchstore_compat.client(self._store_name)
         with torchstore_compat.segment_transport():
             for key, segment, nbytes in zip(buckets.keys, buckets.segments, sizes, strict=True):
                 await client.put(key, attach(segment)[:nbytes])
 
-    async def _arrange(self, entry: _Version) -> None:
+    async def _arrange(self, entry: Version) -> None:
         """All ranks have begun: check that their plans make whole tensors, and let readers see the layout."""
         try:
             entry.layout_data = combined(tuple(entry.parts[rank].plan for rank in sorted(entry.parts)))
@@ -409,14 +272,14 @@ class Registry(ForgeActor):
                 self._count(entry, unpacked_plan(part.plan).pieces[: part.written])
         await self._tell()
 
-    async def _note(self, entry: _Version, part: _Part, written: int) -> None:
+    async def _note(self, entry: Version, part: Part, written: int) -> None:
         pieces = unpacked_plan(part.plan).pieces[part.written : written]
         part.written = max(part.written, written)
         if entry.layout_data is not None:  # else counted as soon as it is known
             self._count(entry, pieces)
             await self._tell()
 
-    def _count(self, entry: _Version, pieces: tuple[Piece, ...]) -> None:
+    def _count(self, entry: Version, pieces: tuple[Piece, ...]) -> None:
         """Note what is written. Tensors that are complete by it are digested, if no single rank could do so."""
         complete = []
         for piece in pieces:
@@ -433,7 +296,7 @@ class Registry(ForgeActor):
         if shared:
             entry.digesting.append(asyncio.ensure_future(asyncio.to_thread(_digests_of, shared, entry.layout, memory)))
 
-    async def _commit(self, entry: _Version) -> None:
+    async def _commit(self, entry: Version) -> None:
         refused = f"version {entry.number} cannot be committed: "
         if entry.arranged is None:
             raise StoreError(refused + f"only {len(entry.parts)} ranks have put a part")
@@ -452,7 +315,7 @@ class Registry(ForgeActor):
         self._latest = entry.number
         self._collection = asyncio.ensure_future(self._collect())
 
-    async def _complete_digests(self, entry: _Version) -> None:
+    async def _complete_digests(self, entry: Version) -> None:
         """Each tensor's digest: its writer's, one computed at delivery, or else computed now."""
         for computed in await asyncio.gather(*entry.digesting):
             entry.digests |= computed
@@ -467,11 +330,11 @@ class Registry(ForgeActor):
                 memory[bucket] = await client.get(keys[bucket])
         entry.digests |= await asyncio.to_thread(_digests_of, missing, entry.layout, memory)
 
-    def _memory_of(self, entry: _Version) -> dict[int, torch.Tensor]:
+    def _memory_of(self, entry: Version) -> dict[int, torch.Tensor]:
         """Buckets in this process's memory."""
         return {bucket: attach(segment) for bucket, segment in entry.segments().items()}
 
-    def _lease(self, entry: _Version) -> Lease:
+    def _lease(self, entry: Version) -> Lease:
         assert entry.layout_data is not None
         lease_id = next(self._lease_numbers)
         self._leases[lease_id] = (entry, time.monotonic() + self._lease_ttl_s)
@@ -528,7 +391,7 @@ class Registry(ForgeActor):
             if gone and newest is not None and newest.committed is not None:
                 self._pool.trim(2 * newest.committed.nbytes)
 
-    async def _discard(self, entry: _Version) -> None:
+    async def _discard(self, entry: Version) -> None:
         """Delete a version's buckets. Segments of one that was committed are free; of another, a rank may be writing
         still."""
         client = await torchstore_compat.client(self._store_name)

@@ -25,8 +25,9 @@ from forge_async.store import torchstore_compat
 from forge_async.store.config import StoreConfig
 from forge_async.store.errors import StoreError
 from forge_async.store.layout import FullTensor, Ranges, TensorShard, buckets_of
+from forge_async.store.messages import Committed, Lease
 from forge_async.store.pulled import Pulled
-from forge_async.store.registry import Committed, Lease, Registry
+from forge_async.store.registry import Registry
 from forge_async.store.shared_memory import Segment, attach, forget_segments
 from forge_async.store.writer import PartWriter
 

@@ -20,7 +20,7 @@ from forge_async.store.layout import (
     plan_part,
     unpacked_plan,
 )
-from forge_async.store.registry import Grant
+from forge_async.store.messages import Grant
 from forge_async.store.shared_memory import attach, forget_segments
 
 if TYPE_CHECKING:

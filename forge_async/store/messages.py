@@ -1,0 +1,57 @@
+"""What the registry answers to writers and readers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from forge_async.store.shared_memory import Segment
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The answer to ``begin``: where a rank may write its part."""
+
+    attempt: str
+    """Names this part, so that what belongs to a failed attempt is never committed."""
+    keys: list[str]
+    """One per bucket: its torchstore key."""
+    segments: list[Segment] | None
+    """One per bucket; None: the client shares no memory with the store and puts the buckets itself."""
+    live_segments: list[str]
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The answer to ``acquire``: a version that stays until released or expired."""
+
+    lease_id: int
+    version: int
+    layout: bytes
+    """A packed :class:`Layout`, the same bytes for every version."""
+    keys: list[str]
+    """One per bucket: its torchstore key."""
+    segments: dict[int, Segment]
+    """Of those buckets that lie in shared memory: a reader on this host needs nothing else."""
+    live_segments: list[str]
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a version is."""
+
+    written: list[str]
+    """Tensors that are complete since it was asked last, while the version is being written."""
+    digest: str = ""
+    """Of the version, once it is committed."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Of its tensors, then."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The answer to ``finish``: a version that readers see."""
+
+    version: int
+    digest: str
+    nbytes: int

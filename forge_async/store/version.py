@@ -1,0 +1,106 @@
+"""One version in the registry's tables: who has begun, what is written, how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from forge_async.store.errors import StoreError
+from forge_async.store.layout import Layout, unpacked_layout
+from forge_async.store.messages import Committed, Progress
+from forge_async.store.shared_memory import Segment
+
+
+@dataclass
+class Buckets:
+    """Room for a version, or for one rank's part of it."""
+
+    keys: list[str]
+    segments: list[Segment]
+    """One per bucket, none where the rank puts its buckets itself."""
+    put: asyncio.Future[Any] | None = None
+    """Done when torchstore has the segments' addresses."""
+
+
+@dataclass
+class Part:
+    """What one rank was granted, and has written, for one version."""
+
+    attempt: str
+    plan: bytes
+    own: Buckets | None
+    """None: it writes to the buckets that all ranks have in common."""
+    written: int = 0
+    """Pieces of the plan."""
+
+
+class Version:
+    """A version on its way from the first rank's ``begin`` to its deletion."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.parts: dict[int, Part] = {}
+        self.common: Buckets | None = None
+        self.outcomes: dict[int, str | None] = {}
+        """What went wrong, or None, of each rank that has finished."""
+        self.layout_data: bytes | None = None
+        """Known when all ranks have begun."""
+        self.arranged: asyncio.Future[None] | None = None
+        self.missing: dict[str, int] = {}
+        """Elements of each tensor that are not written yet."""
+        self.written: list[str] = []
+        """Tensors that are complete, in this order."""
+        self.digests: dict[str, str] = {}
+        self.digesting: list[asyncio.Future[dict[str, str]]] = []
+        self.committed: Committed | None = None
+        self.settled: asyncio.Future[Committed] = asyncio.get_running_loop().create_future()
+        """What every rank's ``finish`` waits for."""
+        self.settled.add_done_callback(lambda future: future.exception())  # perhaps nobody waits
+
+    @property
+    def layout(self) -> Layout:
+        """Once it is known."""
+        assert self.layout_data is not None
+        return unpacked_layout(self.layout_data)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the attempt has ended without a commit."""
+        return self.settled.done() and self.committed is None
+
+    @property
+    def within_reach(self) -> bool:
+        """Whether it can be read while it is written: all of it lies in shared memory, and it is known where."""
+        return self.layout_data is not None and len(self.segments()) == len(self.layout.sizes)
+
+    def knows(self, rank: int) -> bool:
+        """Whether the rank has begun or ended its part: if it begins another, that is a new attempt."""
+        return rank in self.parts or rank in self.outcomes
+
+    def fail(self, message: str) -> None:
+        """End the attempt, unless it has ended: ranks and readers that wait are told."""
+        if not self.settled.done():
+            self.settled.set_exception(StoreError(message))
+
+    def all_buckets(self) -> list[Buckets]:
+        """The common ones, then each rank's own, as in the layout."""
+        found = [self.common, *(self.parts[rank].own for rank in sorted(self.parts))]
+        return [buckets for buckets in found if buckets is not None]
+
+    def keys(self) -> list[str]:
+        """torchstore's key of each bucket."""
+        return [key for buckets in self.all_buckets() for key in buckets.keys]
+
+    def segments(self) -> dict[int, Segment]:
+        """By bucket; of those in shared memory."""
+        found: list[Segment | None] = []
+        for buckets in self.all_buckets():
+            found += buckets.segments or [None] * len(buckets.keys)
+        return {index: segment for index, segment in enumerate(found) if segment is not None}
+
+    def progress(self, seen: int) -> Progress:
+        """For a reader that knows of the first ``seen`` written tensors."""
+        if self.committed is None:
+            return Progress(self.written[seen:])
+        return Progress([], self.committed.digest, self.digests)

@@ -147,13 +147,14 @@ def test_a_flip_keeps_two_sets_and_no_more(make) -> None:
     assert len(seen) == 2
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("layers", ["live", "packed"])
-def test_a_wrong_mapping_is_found_before_the_flip(make, layers: str) -> None:
+def test_a_wrong_mapping_is_found_before_the_flip(make, layers: str, at_once: bool) -> None:
     model, weights = make("flip", layers)
     (first, one), (second, other) = weights.plan.writes["qk.weight"]
     tensors = version(1)
     weights.plan.writes["qk.weight"] = [(first, one), (second, replace(other, target_offset=0))]
-    prepared = weights.prepare(tensors)
+    prepared = weights.prepare(tensors, digests=at_once)
     with pytest.raises(DigestMismatchError, match=r"version 1: [qk]\.weight"):
         attest(1, digests(tensors), tensors, weights.digests(prepared), weights.plan.aliases)
     check(model, weights, version(0))
@@ -173,6 +174,23 @@ def test_what_is_held_is_attested(make, way: tuple[str, str]) -> None:
     with pytest.raises(DigestMismatchError, match=r"head\.weight and embed\.weight differ"):
         both = halves | {"head.weight": halves["embed.weight"] + 1}
         attest(4, digests(both), both, weights.digests(), weights.plan.aliases)
+
+
+@pytest.mark.parametrize("layers", ["live", "packed"])
+def test_digests_taken_while_preparing_are_those_of_what_forward_passes_then_use(make, layers: str) -> None:
+    _, weights = make("flip", layers)
+    prepared = weights.prepare(version(1), digests=True)
+    assert prepared.digests == digests(version(1))
+    weights.apply(prepared)
+    weights.check_live(prepared)
+    assert {name: digest for name, _, digest in weights.digests()} == prepared.digests, "unpacked from the live layers"
+
+
+def test_a_machine_whose_packing_loses_values_is_refused(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack = vllm_compat.PackedLinear.unpack
+    monkeypatch.setattr(vllm_compat.PackedLinear, "unpack", lambda layer, packed: unpack(layer, packed) * 2)
+    with pytest.raises(WeightMismatchError, match=r"qk\.weight: .* does not unpack to the same"):
+        make("flip", "packed")
 
 
 def test_a_layer_that_kept_the_old_memory_is_named(make) -> None:

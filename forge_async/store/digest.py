@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import xxhash
 
-BLOCK_BYTES = 2 << 20
-"""Of a copy that is digested on the way; less than the caches hold, and enough not to be slowed down by Python."""
+BLOCK_BYTES = 512 << 10
+"""Of a copy that is digested on the way: what a core's second-level cache holds."""
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -31,20 +31,34 @@ def pieces_digest(dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[t
     return state.hexdigest()
 
 
-def copy_digested(target: torch.Tensor, source: torch.Tensor, shape: tuple[int, ...]) -> str:
-    """Copy ``source`` into ``target``, contiguous on the CPU, and digest what that holds as a tensor of ``shape``.
+class DigestedCopy:
+    """Copies into one place, each digested on the way: by blocks, while they are in the processor's caches.
 
-    By blocks, each digested while it is in the processor's caches, which saves most of a second way through memory.
-    ``source`` may have other dimensions than ``target``, with its elements in the same order.
+    Made once for a place that takes every version's values: making views costs more than small tensors' copies.
+
+    Args:
+        target: contiguous, on the CPU.
+        source_shape: of what is copied; it may have other dimensions than ``target``, with its elements in the same
+            order.
+        shape: of the full tensor, for its digest.
     """
-    state = xxhash.xxh3_128(f"{target.dtype}{list(shape)}".encode())
-    target = target.view(source.shape)
-    rows = max(1, source.shape[0] * BLOCK_BYTES // target.nbytes) if source.dim() and source.numel() else 1
-    blocks = zip(target.split(rows), source.split(rows), strict=True) if source.dim() else [(target, source)]
-    for block, values in blocks:
-        block.copy_(values)
-        state.update(tensor_bytes(block))
-    return state.hexdigest()
+
+    def __init__(self, target: torch.Tensor, source_shape: Sequence[int], shape: Sequence[int]) -> None:
+        target = target.detach().view(tuple(source_shape))
+        self._header = f"{target.dtype}{list(shape)}".encode()
+        self._rows = max(1, len(target) * BLOCK_BYTES // target.nbytes) if target.dim() and target.numel() else 1
+        self._blocks = [(block, tensor_bytes(block)) for block in self._split(target)]
+
+    def __call__(self, source: torch.Tensor) -> str:
+        """Copy ``source``, cast to the target's dtype; the digest of what the target holds then."""
+        state = xxhash.xxh3_128(self._header)
+        for (block, content), values in zip(self._blocks, self._split(source), strict=True):
+            block.copy_(values)
+            state.update(content)
+        return state.hexdigest()
+
+    def _split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        return tensor.split(self._rows) if tensor.dim() else (tensor,)
 
 
 def version_digest(tensors: Mapping[str, str | torch.Tensor]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import pickle
 from collections import defaultdict
@@ -108,10 +107,8 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    needs: tuple[tuple[int, int], ...]
+    """(Rank, how many pieces of its plan): once each has written so many, the tensor is written."""
 
 
 @dataclass(frozen=True)
@@ -200,12 +197,15 @@ def combined(plans: tuple[bytes, ...]) -> bytes:
     parts = [unpacked_plan(plan) for plan in plans]
     sizes = next((part.sizes for part in parts if part.common), ())
     pieces: list[Piece] = []
-    for part in parts:
+    needs: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for rank, part in enumerate(parts):
+        for written, piece in enumerate(part.pieces, start=1):
+            needs[piece.name].append((rank, written))
         before = 0 if part.common else len(sizes)
         pieces += [replace(piece, bucket=piece.bucket + before) for piece in part.pieces]
         sizes += () if part.common else part.sizes
     tensors = {
-        name: TensorEntry(own[0].dtype, own[0].global_shape, tuple(own))
+        name: TensorEntry(own[0].dtype, own[0].global_shape, tuple(own), tuple(needs[name]))
         for name, own in sorted(group_pieces(pieces).items())
     }
     return packed(Layout(tensors, sizes))
@@ -283,16 +283,6 @@ def place_of(shard: ShardSpec, places: Mapping[str, tuple[FullTensor, Slot]]) ->
             f"{'no such tensor' if full is None else f'a {full.dtype} tensor of shape {full.shape}'}"
         )
     return slot
-
-
-def even_runs(sizes: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Cut a sequence of ``sizes`` into at most ``count`` runs, (start, end) each, of about the same sum."""
-    total, done, cuts = sum(sizes), 0, [0]
-    for index, size in enumerate(sizes):
-        done += size
-        if done * count >= total * len(cuts):
-            cuts.append(index + 1)
-    return list(itertools.pairwise(cuts))
 
 
 def group_pieces(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:

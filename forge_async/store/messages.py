@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forge_async.store.shared_memory import Segment
 
@@ -17,6 +17,8 @@ class Grant:
     """One per bucket: its torchstore key."""
     segments: list[Segment] | None
     """One per bucket; None: the client shares no memory with the store and puts the buckets itself."""
+    counts: Segment | None
+    """Where a rank that shares memory tells what it has written: :class:`WrittenCounts`."""
     live_segments: list[str]
 
 
@@ -33,19 +35,19 @@ class Lease:
     segments: dict[int, Segment]
     """Of those buckets that lie in shared memory: a reader on this host needs nothing else."""
     live_segments: list[str]
-    progress: Progress
+    counts: Segment | None
+    """Of a version whose ranks share memory with the store: :class:`WrittenCounts`."""
+    digests: Digests | None
+    """Once it is committed."""
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a version is."""
+class Digests:
+    """Of a committed version."""
 
-    written: list[str]
-    """Tensors that are complete since it was asked last, while the version is being written."""
-    digest: str = ""
-    """Of the version, once it is committed."""
-    digests: dict[str, str] = field(default_factory=dict)
-    """Of its tensors, then."""
+    version: str
+    tensors: dict[str, str]
+    """By HF name."""
 
 
 @dataclass(frozen=True)

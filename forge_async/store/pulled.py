@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from forge_async.errors import ForgeError
+from forge_async.store.counts import WrittenCounts
 from forge_async.store.errors import StoreError
 from forge_async.store.layout import (
     Manifest,
@@ -21,13 +21,13 @@ from forge_async.store.layout import (
     ranges_of,
     unpacked_layout,
 )
-from forge_async.store.messages import Lease, Progress
+from forge_async.store.messages import Digests, Lease
 
 if TYPE_CHECKING:
     from forge_async.store.weight_store import WeightStore
 
-PROGRESS_S = 10.0
-"""Seconds that one request for a version's progress waits in the store."""
+OUTCOME_S = 10.0
+"""Seconds that one request for a version's outcome waits in the store."""
 
 
 class Pulled(Mapping[str, torch.Tensor]):
@@ -39,20 +39,21 @@ class Pulled(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, store: WeightStore, lease: Lease) -> None:
-        digest, digests = lease.progress.digest, lease.progress.digests
-        self.manifest = Manifest(lease.version, unpacked_layout(lease.layout), digest, digests)
+        digests = lease.digests if lease.digests is not None else Digests("", {})
+        self.manifest = Manifest(lease.version, unpacked_layout(lease.layout), digests.version, digests.tensors)
         self.version: int = lease.version
         self.buckets: dict[int, torch.Tensor] = {}
         self._store = store
         self._lease_id = lease.lease_id
         self._whole: dict[str, torch.Tensor] = {}
         self._released = False
-        self._news = threading.Condition()
-        """Guards what follows, which changes while a version is read ahead."""
-        self._written = set(lease.progress.written)
         self._failure: ForgeError | None = None
         self._renewal = asyncio.ensure_future(self._renew())
-        self._watcher = None if digest else asyncio.ensure_future(self._watch())
+        self._watcher: asyncio.Future[None] | None = None
+        if lease.digests is None:
+            assert lease.counts is not None
+            self._counts = WrittenCounts(lease.counts)
+            self._watcher = asyncio.ensure_future(self._watch())
 
     async def __aenter__(self) -> Pulled:
         return self
@@ -131,8 +132,6 @@ class Pulled(Mapping[str, torch.Tensor]):
         if self._released:
             return
         self._released = True
-        with self._news:
-            self._news.notify_all()
         tasks = [task for task in (self._renewal, self._watcher) if task is not None]
         for task in tasks:
             task.cancel()
@@ -147,36 +146,23 @@ class Pulled(Mapping[str, torch.Tensor]):
 
     def _ready(self, name: str) -> None:
         """Return when ``name`` may be read."""
-        if not self._released and (self.manifest.digest or name in self._written):
-            return
-        with self._news:
-            self._news.wait_for(
-                lambda: self._released or self._failure or self.manifest.digest or name in self._written
-            )
-            if self._released:
-                raise StoreError(f"version {self.version} was released: its tensors may hold another version by now")
-            if self._failure is not None:
-                raise self._failure
+        if not self.manifest.digest and not self._released:
+            needs = self.manifest.tensors[name].needs
+            self._counts.wait(needs, lambda: self._released or self._failure is not None)
+        if self._released:
+            raise StoreError(f"version {self.version} was released: its tensors may hold another version by now")
+        if self._failure is not None:
+            raise self._failure
 
     async def _watch(self) -> None:
-        """Follows a version that is being written; ends by its commit or failure, or by ``release``."""
-        seen = len(self._written)
+        """Waits for the end of a version that is being written: its commit, its failure, or ``release``."""
+        digests: Digests | None = None
         try:
-            while not self.manifest.digest:
-                progress: Progress | None = await self._store.request("progress", self._lease_id, seen, PROGRESS_S)
-                if progress is None:
-                    continue
-                seen += len(progress.written)
-                with self._news:
-                    self._written.update(progress.written)
-                    if progress.digest:
-                        layout = self.manifest.layout
-                        self.manifest = Manifest(self.version, layout, progress.digest, progress.digests)
-                    self._news.notify_all()
+            while digests is None:
+                digests = await self._store.request("outcome", self._lease_id, OUTCOME_S)
+            self.manifest = Manifest(self.version, self.manifest.layout, digests.version, digests.tensors)
         except ForgeError as error:
-            with self._news:
-                self._failure = error
-                self._news.notify_all()
+            self._failure = error
 
     async def _renew(self) -> None:
         """Renews the lease until cancelled by ``release``; ends when the lease or the store has."""

@@ -18,17 +18,16 @@ from monarch.actor import concurrent_endpoint
 
 from forge_async.mesh import ForgeActor
 from forge_async.store import torchstore_compat
+from forge_async.store.counts import WrittenCounts
 from forge_async.store.digest import version_digest
 from forge_async.store.errors import StoreError, VersionGone
 from forge_async.store.layout import (
-    Layout,
     PartPlan,
-    Piece,
     combined,
     digest_of_pieces,
     unpacked_plan,
 )
-from forge_async.store.messages import Committed, Grant, Lease, Progress
+from forge_async.store.messages import Committed, Digests, Grant, Lease
 from forge_async.store.shared_memory import Segment, SegmentPool, attach, create_segment
 from forge_async.store.version import Buckets, Part, Version
 
@@ -98,16 +97,13 @@ class Registry(ForgeActor):
                     "ranks must pass the same layout"
                 )
         entry.parts[rank] = Part(attempt, plan, own)
+        if shares_memory and entry.counts is None:
+            entry.counts = self._pool.take(8 * ranks)
+            attach(entry.counts).zero_()
         if len(entry.parts) == ranks:
             entry.arranged = asyncio.ensure_future(self._arrange(entry))  # while the ranks begin to write
-        return Grant(attempt, buckets.keys, buckets.segments if shares_memory else None, self._pool.live())
-
-    @concurrent_endpoint
-    async def deliver(self, version: int, rank: int, attempt: str, written: int) -> None:
-        """So many pieces of the rank's plan are written: who reads ahead may have them, and tensors that several ranks
-        have written are digested, beside further writing."""
-        entry, part = self._granted(version, rank, attempt)
-        await self._note(entry, part, written)
+        segments, counts = (buckets.segments, entry.counts) if shares_memory else (None, None)
+        return Grant(attempt, buckets.keys, segments, counts, self._pool.live())
 
     @concurrent_endpoint
     async def finish(
@@ -119,10 +115,9 @@ class Registry(ForgeActor):
         ``digests`` are those of whole tensors, which the rank computes as it writes them.
         """
         if attempt is not None:
-            entry, part = self._granted(version, rank, attempt)
+            entry = self._granted(version, rank, attempt)
             if failure is None:
                 entry.digests |= digests
-                await self._note(entry, part, len(unpacked_plan(part.plan).pieces))
         else:
             entry = self._open(version)
             if rank in entry.outcomes:
@@ -185,17 +180,18 @@ class Registry(ForgeActor):
         return self._lease(entry)
 
     @concurrent_endpoint
-    async def progress(self, lease_id: int, seen: int, timeout_s: float) -> Progress | None:
-        """What is written of a version that is read ahead, besides the first ``seen`` tensors; None after
-        ``timeout_s``. Raises why it has failed, and when the lease has ended."""
+    async def outcome(self, lease_id: int, timeout_s: float) -> Digests | None:
+        """The digests of a version that is read ahead, once it is committed; None after ``timeout_s``.
+
+        Raises why it has failed, and when the lease has ended.
+        """
         if lease_id not in self._leases:
             raise StoreError("the lease of a version that was being read has expired. Raise store.lease_ttl_s")
         entry, _ = self._leases[lease_id]
-        if not await self._until(lambda: entry.settled.done() or len(entry.written) > seen, timeout_s):
-            return None
+        await asyncio.wait({entry.settled}, timeout=timeout_s)
         if entry.failed:
             await entry.settled
-        return entry.progress(seen)
+        return entry.committed_digests()
 
     @concurrent_endpoint
     async def renew(self, lease_id: int) -> bool:
@@ -238,12 +234,12 @@ class Registry(ForgeActor):
         await self._tell()
         await self._discard(entry)
 
-    def _granted(self, version: int, rank: int, attempt: str) -> tuple[Version, Part]:
+    def _granted(self, version: int, rank: int, attempt: str) -> Version:
         entry = self._versions.get(version)
         part = entry.parts.get(rank) if entry is not None else None
         if entry is None or part is None or part.attempt != attempt or entry.committed is not None:
             raise StoreError(f"version {version}: the part of rank {rank} was put again since, or is out of date")
-        return entry, part
+        return entry
 
     def _room(self, version: int, owner: str, attempt: str, plan: PartPlan, shares_memory: bool) -> Buckets:
         keys = [bucket_key(version, owner, attempt, index) for index in range(len(plan.sizes))]
@@ -267,34 +263,12 @@ class Registry(ForgeActor):
         except StoreError as error:
             entry.fail(f"version {entry.number} cannot be committed: {error}")
         else:
-            entry.missing = {name: tensor.numel for name, tensor in entry.layout.tensors.items()}
-            for part in entry.parts.values():
-                self._count(entry, unpacked_plan(part.plan).pieces[: part.written])
+            split = [name for name, tensor in entry.layout.tensors.items() if not tensor.pieces[0].is_whole]
+            if split and entry.within_reach:
+                memory = self._memory_of(entry)
+                digesting = asyncio.to_thread(_digest_beside_writing, entry, split, memory)
+                entry.digesting = asyncio.ensure_future(digesting)
         await self._tell()
-
-    async def _note(self, entry: Version, part: Part, written: int) -> None:
-        pieces = unpacked_plan(part.plan).pieces[part.written : written]
-        part.written = max(part.written, written)
-        if entry.layout_data is not None:  # else counted as soon as it is known
-            self._count(entry, pieces)
-            await self._tell()
-
-    def _count(self, entry: Version, pieces: tuple[Piece, ...]) -> None:
-        """Note what is written. Tensors that are complete by it are digested, if no single rank could do so."""
-        complete = []
-        for piece in pieces:
-            entry.missing[piece.name] -= piece.numel
-            if not entry.missing[piece.name]:
-                complete.append(piece.name)
-        entry.written += complete
-        memory, tensors = self._memory_of(entry), entry.layout.tensors
-        shared = [
-            name
-            for name in complete
-            if not tensors[name].pieces[0].is_whole and all(piece.bucket in memory for piece in tensors[name].pieces)
-        ]
-        if shared:
-            entry.digesting.append(asyncio.ensure_future(asyncio.to_thread(_digests_of, shared, entry.layout, memory)))
 
     async def _commit(self, entry: Version) -> None:
         refused = f"version {entry.number} cannot be committed: "
@@ -316,9 +290,9 @@ class Registry(ForgeActor):
         self._collection = asyncio.ensure_future(self._collect())
 
     async def _complete_digests(self, entry: Version) -> None:
-        """Each tensor's digest: its writer's, one computed at delivery, or else computed now."""
-        for computed in await asyncio.gather(*entry.digesting):
-            entry.digests |= computed
+        """Each tensor's digest: its writer's, one computed beside the writing, or else computed now."""
+        if entry.digesting is not None:
+            entry.digests |= await entry.digesting
         missing = [name for name in entry.layout.tensors if name not in entry.digests]
         if not missing:
             return
@@ -328,7 +302,12 @@ class Registry(ForgeActor):
             client = await torchstore_compat.client(self._store_name)
             for bucket in needed - memory.keys():
                 memory[bucket] = await client.get(keys[bucket])
-        entry.digests |= await asyncio.to_thread(_digests_of, missing, entry.layout, memory)
+        tensors = entry.layout.tensors
+
+        def digests() -> dict[str, str]:
+            return {name: digest_of_pieces(tensors[name].pieces, memory) for name in missing}
+
+        entry.digests |= await asyncio.to_thread(digests)
 
     def _memory_of(self, entry: Version) -> dict[int, torch.Tensor]:
         """Buckets in this process's memory."""
@@ -345,7 +324,8 @@ class Registry(ForgeActor):
             entry.keys(),
             entry.segments(),
             self._pool.live(),
-            entry.progress(0),
+            entry.counts,
+            entry.committed_digests(),
         )
 
     async def _tell(self) -> None:
@@ -401,15 +381,24 @@ class Registry(ForgeActor):
             for key in buckets.keys:
                 if await client.exists(key):
                     await client.delete(key)
-            if entry.committed is not None:
-                self._pool.give_back(buckets.segments)
-            else:
-                await asyncio.gather(*entry.digesting, return_exceptions=True)
-                self._pool.give_up(buckets.segments)
+        segments = [*entry.segments().values(), *([entry.counts] if entry.counts is not None else [])]
+        if entry.committed is not None:
+            self._pool.give_back(segments)
+        else:
+            await asyncio.gather(*([entry.digesting] if entry.digesting is not None else []), return_exceptions=True)
+            self._pool.give_up(segments)
 
 
-def _digests_of(names: list[str], layout: Layout, memory: dict[int, torch.Tensor]) -> dict[str, str]:
-    return {name: digest_of_pieces(layout.tensors[name].pieces, memory) for name in names}
+def _digest_beside_writing(entry: Version, names: list[str], memory: dict[int, torch.Tensor]) -> dict[str, str]:
+    """Digests of tensors that several ranks write, each as soon as it is written; not all, if the attempt fails."""
+    assert entry.counts is not None
+    counts, tensors = WrittenCounts(entry.counts), entry.layout.tensors
+    digests: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: max(pieces for _, pieces in tensors[name].needs)):
+        if not counts.wait(tensors[name].needs, entry.settled.done):
+            break
+        digests[name] = digest_of_pieces(tensors[name].pieces, memory)
+    return digests
 
 
 def bucket_key(version: int, owner: str, attempt: str, index: int) -> str:

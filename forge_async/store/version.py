@@ -8,7 +8,7 @@ from typing import Any
 
 from forge_async.store.errors import StoreError
 from forge_async.store.layout import Layout, unpacked_layout
-from forge_async.store.messages import Committed, Progress
+from forge_async.store.messages import Committed, Digests
 from forge_async.store.shared_memory import Segment
 
 
@@ -31,8 +31,6 @@ class Part:
     plan: bytes
     own: Buckets | None
     """None: it writes to the buckets that all ranks have in common."""
-    written: int = 0
-    """Pieces of the plan."""
 
 
 class Version:
@@ -47,12 +45,12 @@ class Version:
         self.layout_data: bytes | None = None
         """Known when all ranks have begun."""
         self.arranged: asyncio.Future[None] | None = None
-        self.missing: dict[str, int] = {}
-        """Elements of each tensor that are not written yet."""
-        self.written: list[str] = []
-        """Tensors that are complete, in this order."""
+        self.counts: Segment | None = None
+        """What the ranks that share memory have written."""
         self.digests: dict[str, str] = {}
-        self.digesting: list[asyncio.Future[dict[str, str]]] = []
+        """Of full tensors, by HF name; all of them once it is committed."""
+        self.digesting: asyncio.Future[dict[str, str]] | None = None
+        """Of tensors that several ranks write, beside their writing."""
         self.committed: Committed | None = None
         self.settled: asyncio.Future[Committed] = asyncio.get_running_loop().create_future()
         """What every rank's ``finish`` waits for."""
@@ -99,8 +97,6 @@ class Version:
             found += buckets.segments or [None] * len(buckets.keys)
         return {index: segment for index, segment in enumerate(found) if segment is not None}
 
-    def progress(self, seen: int) -> Progress:
-        """For a reader that knows of the first ``seen`` written tensors."""
-        if self.committed is None:
-            return Progress(self.written[seen:])
-        return Progress([], self.committed.digest, self.digests)
+    def committed_digests(self) -> Digests | None:
+        """None before the commit."""
+        return None if self.committed is None else Digests(self.committed.digest, self.digests)

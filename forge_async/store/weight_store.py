@@ -113,7 +113,6 @@ class WeightStore:
             if copied is not None:
                 copied.set()
         committed: Committed = await self.request("finish", version, rank, ranks, part.attempt, failure, digests)
-        await part.reported()
         return committed
 
     async def latest(self) -> int | None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from forge_async.store import torchstore_compat
-from forge_async.store.digest import copy_digested
+from forge_async.store.counts import WrittenCounts
+from forge_async.store.digest import DigestedCopy
 from forge_async.store.layout import (
     FullTensor,
-    PartPlan,
     Piece,
     ShardSpec,
     TensorShard,
-    even_runs,
     plan_part,
     unpacked_plan,
 )
@@ -28,10 +27,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-DELIVERIES = 6
-"""Times that a rank reports what it has written: the store digests, and readers copy, the first while it writes the
-last."""
-
 
 class PartWriter:
     """Writes one rank's part of one version."""
@@ -40,7 +35,6 @@ class PartWriter:
         self.attempt: str | None = None
         """Known once the store has granted room."""
         self._store, self._version, self._rank = store, version, rank
-        self._reports: list[asyncio.Future[None]] = []
 
     async def write(
         self, ranks: int, tensors: Sequence[TensorShard], layout: Sequence[FullTensor] | None
@@ -61,21 +55,18 @@ class PartWriter:
             buckets = [attach(segment) for segment in grant.segments]
         else:
             buckets = [torch.empty(size, dtype=torch.uint8) for size in plan.sizes]
-        memory = dict(enumerate(buckets))
-        loop = asyncio.get_running_loop()
-        report = self._report if near else lambda written: None
-        digests = await finish_in_thread(
-            lambda: write_runs(plan, shards, memory, lambda written: loop.call_soon_threadsafe(report, written))
-        )
+        counts = WrittenCounts(grant.counts) if grant.counts is not None else None
+
+        def note(written: int) -> None:
+            if counts is not None:
+                counts.note(self._rank, written)
+
+        digests = await finish_in_thread(lambda: write_shards(places_of(data, shards, buckets, grant), shards, note))
         if not near:
             client = await torchstore_compat.client(self._store.name)
             for key, bucket in zip(grant.keys, buckets, strict=True):
                 await client.put(key, bucket)
         return digests
-
-    async def reported(self) -> None:
-        """Wait for reports under way; what they might raise, ``finish`` raises too."""
-        await asyncio.gather(*self._reports, return_exceptions=True)
 
     def _plan(self, shards: Sequence[TensorShard], layout: Sequence[FullTensor] | None) -> bytes:
         dtype = self._store.published_dtype
@@ -92,50 +83,66 @@ class PartWriter:
         full = None if layout is None else tuple(tensor._replace(dtype=dtype(tensor.dtype)) for tensor in layout)
         return plan_part(specs, full, self._store.config.bucket_mib << 20)
 
-    def _report(self, written: int) -> None:
-        request = self._store.request("deliver", self._version, self._rank, self.attempt, written)
-        self._reports.append(asyncio.ensure_future(request))
+
+class Place:
+    """Where one shard goes, in buckets that serve again: its views are made once."""
+
+    def __init__(self, piece: Piece, bucket: torch.Tensor, source_shape: torch.Size) -> None:
+        target = piece.view(bucket)
+        self.name = piece.name
+        self._dtype = target.dtype
+        self._digested = DigestedCopy(target, source_shape, piece.global_shape) if piece.is_whole else None
+        self._target = target.view(source_shape)
+
+    def write(self, values: torch.Tensor) -> str | None:
+        """Copy a shard's values, cast to the piece's dtype; the digest of what is a full tensor."""
+        if values.is_cuda:
+            values = values.to(self._dtype)  # there, so that half the bytes cross the bus
+        if self._digested is not None:
+            return self._digested(values)
+        self._target.copy_(values)
+        return None
 
 
-def write_runs(
-    plan: PartPlan,
-    shards: Sequence[TensorShard],
-    memory: Mapping[int, torch.Tensor],
-    report: Callable[[int], object],
-) -> dict[str, str]:
-    """Write all shards, and ``report`` now and then how many of them are written.
+_places: dict[tuple[str, ...], tuple[bytes, list[Place]]] = {}
+"""By the segments that a rank writes to: the plan they were last used for, and its places."""
 
-    Returns:
-        Digests of those that are full tensors, by name.
-    """
-    digests: dict[str, str] = {}
-    for first, last in even_runs([piece.numel for piece in plan.pieces], DELIVERIES):
-        digests |= write_shards(plan.pieces[first:last], shards[first:last], memory)
-        if last < len(shards):
-            report(last)
-    return digests
+
+def places_of(plan: bytes, shards: Sequence[TensorShard], buckets: Sequence[torch.Tensor], grant: Grant) -> list[Place]:
+    """The places of all shards, in order; remembered for as long as the store has the segments."""
+    for gone in [segments for segments in _places if not set(grant.live_segments).issuperset(segments)]:
+        del _places[gone]
+    key = tuple(segment.segment_id for segment in grant.segments or ())
+    known, places = _places.get(key, (b"", []))
+    if known != plan or not key:
+        pieces = unpacked_plan(plan).pieces
+        places = [
+            Place(piece, buckets[piece.bucket], shard.tensor.shape) for piece, shard in zip(pieces, shards, strict=True)
+        ]
+        if key:
+            _places[key] = plan, places
+    return places
 
 
 def write_shards(
-    pieces: Sequence[Piece], shards: Sequence[TensorShard], memory: Mapping[int, torch.Tensor]
+    places: Sequence[Place], shards: Sequence[TensorShard], note: Callable[[int], object]
 ) -> dict[str, str]:
-    """Copy shards to their places, cast to the pieces' dtypes; digests of those that are full tensors, by name.
+    """Copy shards to their places, and ``note`` after each how many are written.
 
     On CUDA in a stream of its own, beside training.
+
+    Returns:
+        Digests of those that are full tensors, by name.
     """
     digests = {}
     device = next((shard.tensor.device for shard in shards if shard.tensor.is_cuda), None)
     stream = torch.cuda.Stream(device) if device is not None else None
     with torch.no_grad(), torch.cuda.stream(stream):
-        for piece, shard in zip(pieces, shards, strict=True):
-            target = piece.view(memory[piece.bucket])
-            source = shard.tensor.detach()
-            if source.is_cuda:
-                source = source.to(target.dtype)  # there, so that half the bytes cross the bus
-            if piece.is_whole:
-                digests[piece.name] = copy_digested(target, source, piece.global_shape)
-            else:
-                target.view(source.shape).copy_(source)
+        for written, (place, shard) in enumerate(zip(places, shards, strict=True), start=1):
+            digest = place.write(shard.tensor.detach())
+            if digest is not None:
+                digests[place.name] = digest
+            note(written)
     return digests
 
 

@@ -61,14 +61,14 @@ class Rank(ForgeActor):
         """Publish this rank's part; with ``hang_at`` sleep in that copy, with half of the version written."""
         rank = int(os.environ["RANK"])
         if hang_at is not None and rank == 1:
-            write, copies = writer.write_shards, iter(range(100))
+            write, copies = writer.Place.write, iter(range(100))
 
-            def hang(*args: object) -> None:
+            def hang(place: writer.Place, values: torch.Tensor) -> str | None:
                 if next(copies) == hang_at:
                     time.sleep(600)
-                return write(*args)  # type: ignore[arg-type]
+                return write(place, values)
 
-            writer.write_shards = hang
+            writer.Place.write = hang  # type: ignore[method-assign]
         committed = await store.publish(version, rank, 2, shards_of(version, rank), LAYOUT)
         return committed.digest, committed.nbytes
 

@@ -18,7 +18,6 @@ from forge_async.store.layout import (
     check_coverage,
     combined,
     digest_of_pieces,
-    even_runs,
     lies_in_full,
     plan_buckets,
     plan_part,
@@ -105,7 +104,7 @@ def test_a_region_takes_only_the_pieces_and_buckets_that_hold_it():
     assert torch.equal(assemble(pieces, buckets, ranges=[(1, 4), (2, 5)]), full[1:4, 2:5])
     del buckets[1]  # must not be looked at
     assert torch.equal(assemble(pieces, buckets, ranges=[(0, 2), (5, 6)]), full[:2, 5:])
-    layout = Layout({"w": TensorEntry("float32", (4, 6), tuple(pieces))}, (72, 24, 8))
+    layout = Layout({"w": TensorEntry("float32", (4, 6), tuple(pieces), ())}, (72, 24, 8))
     assert buckets_of(layout, {"w": [(0, 3), (0, 6)]}) == [0]
     assert buckets_of(layout, {"w": [(2, 4), (0, 1)]}) == buckets_of(layout, {"w": None}) == [0, 1]
     assert buckets_of(layout, {}) == []
@@ -129,10 +128,3 @@ def test_plans_of_ranks_combine_to_one_layout():
         combined(own[:1])
     with pytest.raises(StoreError, match=r"w: .* the layout has a torch.float32 tensor of shape \(4, 6\)"):
         plan_part((rows[0]._replace(global_shape=(5, 6)),), full, 1 << 20)
-
-
-def test_even_runs_take_every_item_once():
-    assert even_runs([56, 1, 1, 2], 4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
-    assert even_runs([1] * 10, 3) == [(0, 4), (4, 7), (7, 10)]
-    assert even_runs([1, 1, 99], 8) == [(0, 3)]
-    assert even_runs([], 4) == []

@@ -181,15 +181,14 @@ async def test_a_part_put_again_voids_the_former(store):
 
 async def test_a_version_is_read_while_it_is_written(store, monkeypatch):
     """Tensor by tensor, as soon as each is written; it counts once committed."""
-    expected = {f"w{index}": torch.full((1000,), float(index)) for index in range(writer.DELIVERIES)}
-    write, gates = writer.write_shards, {name: threading.Event() for name in expected}
+    expected = {f"w{index}": torch.full((1000,), float(index)) for index in range(6)}
+    write, gates = writer.Place.write, {name: threading.Event() for name in expected}
 
-    def write_when_told(pieces, sources, memory):
-        for source in sources:
-            assert gates[source.name].wait(20)
-        return write(pieces, sources, memory)
+    def write_when_told(place, values):
+        assert gates[place.name].wait(20)
+        return write(place, values)
 
-    monkeypatch.setattr(writer, "write_shards", write_when_told)
+    monkeypatch.setattr(writer.Place, "write", write_when_told)
     parts = [TensorShard.whole(name, tensor) for name, tensor in expected.items()]
     publishing = asyncio.ensure_future(store.publish(5, 0, 1, parts))
     pulled = await asyncio.wait_for(store.acquire_next(5), 10)

@@ -85,7 +85,7 @@ async def check_publishing_beside_a_step(trainer: ActorHandle, store: WeightStor
     """What is published is the version that ``publish`` was called at, although a step begins before it is copied."""
     await trainer.call("step", groups(seed=2))
     await trainer.call("export_hf", str(folder / "version2"))
-    await trainer.call("delay_copies", 0.2)
+    await trainer.call("delay_copies", 1.0)
     began = time.monotonic()
     blocked = (await trainer.call("status"))[0]["publish_blocked_s"]
     await trainer.call("publish")

@@ -1,0 +1,45 @@
+"""How much of a version is written, told through shared memory: a message costs more than most tensors' copies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from forge_async.store.shared_memory import Segment, attach
+
+POLL_S = 0.0005
+"""Seconds between two looks at the counts: a small tensor's copy."""
+
+Needs = Sequence[tuple[int, int]]
+"""(Rank, pieces that it must have written)."""
+
+
+class WrittenCounts:
+    """For each rank the number of its pieces that are written, int64 [ranks] in a segment of the store."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._counts = attach(segment).numpy()[: segment.nbytes // 8 * 8].view(np.int64)
+        self._fence = threading.Lock()
+
+    def note(self, rank: int, pieces: int) -> None:
+        """Tell that the first ``pieces`` of a rank's plan are written."""
+        with (
+            self._fence
+        ):  # what was written before a lock is given back is seen before what is written after it is taken
+            pass
+        with self._fence:  # orders memory: the pieces are seen before the count
+            pass
+        with self._fence:
+            self._counts[rank] = pieces
+
+    def wait(self, needs: Needs, ended: Callable[[], bool]) -> bool:
+        """Block until all that is needed is written; False if ``ended`` is true before. Not for the event loop."""
+        while not all(self._counts[rank] >= pieces for rank, pieces in needs):
+            if ended():
+                return False
+            time.sleep(POLL_S)
+        with self._fence:
+            return True

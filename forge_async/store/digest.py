@@ -17,14 +17,25 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(here.detach().view(-1).view(torch.uint8).numpy())
 
 
+def _header(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+    return f"{dtype}{list(shape)}".encode()
+
+
 def tensor_digest(tensor: torch.Tensor) -> str:
     """xxh3_128 (hex) of dtype, shape and bytes of a full tensor."""
     return pieces_digest(tensor.dtype, tuple(tensor.shape), [tensor])
 
 
+def bytes_digest(dtype: torch.dtype, shape: Sequence[int], content: memoryview) -> str:
+    """:func:`tensor_digest` of a tensor whose bytes are at hand."""
+    state = xxhash.xxh3_128(_header(dtype, shape))
+    state.update(content)
+    return state.hexdigest()
+
+
 def pieces_digest(dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> str:
     """The digest of the tensor of ``shape`` whose bytes are those of ``pieces``, one after the other."""
-    state = xxhash.xxh3_128(f"{dtype}{list(shape)}".encode())
+    state = xxhash.xxh3_128(_header(dtype, shape))
     for piece in pieces:
         if piece.numel():
             state.update(tensor_bytes(piece))
@@ -45,7 +56,7 @@ class DigestedCopy:
 
     def __init__(self, target: torch.Tensor, source_shape: Sequence[int], shape: Sequence[int]) -> None:
         target = target.detach().view(tuple(source_shape))
-        self._header = f"{target.dtype}{list(shape)}".encode()
+        self._header = _header(target.dtype, shape)
         self._rows = max(1, len(target) * BLOCK_BYTES // target.nbytes) if target.dim() and target.numel() else 1
         self._blocks = [(block, tensor_bytes(block)) for block in self._split(target)]
 

@@ -45,7 +45,7 @@ from forge_async.rollout.environment import Environment
 from forge_async.rollout.reward_worker import RewardPool
 from forge_async.rollout.rollout import rollout_group
 from forge_async.rollout.sequences import training_sequences
-from forge_async.trainer.advantages import group_advantages
+from forge_async.trainer.advantages import batch_advantages
 from forge_async.types import Completion, Group, Prompt, StepStats
 
 T = TypeVar("T")
@@ -228,9 +228,9 @@ class AsyncLoop:
         await self.policy.fan_out("abort", request_id, timeout=30.0)
 
     async def _train(self, index: int, batch: list[Group], wait_s: float, last: float) -> Step:
-        rewards = [[episode.reward for episode in group.episodes] for group in batch]
         truncated = self.config.rollout.truncated
-        advantages = group_advantages(rewards, normalize_std=self.config.trainer.loss.normalize_std)
+        loss = self.config.trainer.loss.resolved()
+        advantages = batch_advantages(batch, loss, self.config.policy.sampling.max_tokens)
         sequences = [
             sequence
             for group, values in zip(batch, advantages, strict=True)

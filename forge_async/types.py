@@ -129,6 +129,8 @@ class TrainingSequence:
     """float32 [T]."""
     temperature: float = 1.0
     """The sampling temperature: the trainer scales its logits by 1/temperature before taking log-probs."""
+    episode_id: str = ""
+    """The sequences of one episode weigh as one; "": the sequence is an episode of its own."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -159,6 +161,7 @@ class StepStats:
     """Mean importance ratio exp(trainer log-prob - behaviour log-prob)."""
     ratio_max: float
     clip_fraction: float
+    """Share of tokens whose ratio a clip bounds: the sum of ``clip_fraction_low`` and ``clip_fraction_high``."""
     entropy: float
     """Mean entropy of the trainer's next-token distribution on trained tokens, nats."""
     trained_tokens: int
@@ -170,3 +173,17 @@ class StepStats:
     wall_s: float
     skipped: bool = False
     """True when no token had a loss: no optimizer step was taken and the version did not change."""
+    clip_fraction_low: float = 0.0
+    clip_fraction_high: float = 0.0
+    effective_sample_size: float = 0.0
+    """(sum r)^2 / (n sum r^2) over the ratios r of n trained tokens: 1 where all are equal, 1/n where one is all."""
+    truncated_fraction: float = 0.0
+    """Share of tokens whose importance weight was cut to its bound."""
+    masked_fraction: float = 0.0
+    """Share of tokens that the correction left out because of their importance weight."""
+    mismatch_kl_k1: float = 0.0
+    """Mean of log mu - log pi: KL from sampler to trainer, nats per token; exact in expectation, noisy."""
+    mismatch_kl_k3: float = 0.0
+    """Mean of r - 1 - log r: the same KL, never negative and less noisy."""
+    reference_kl: float = 0.0
+    """KL from the trained to the reference policy by ``trainer.loss.kl.estimator``, nats per token; 0 without one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -54,7 +55,10 @@ def _episode_sequences(episode: Episode, advantage: float, temperature: float) -
             chains.append([completion])
         tokens = prompt + completion.token_ids.tolist()
     return [
-        _join(chain, episode.episode_id + (f"/{index}" if index else ""), advantage, temperature)
+        replace(
+            _join(chain, episode.episode_id + (f"/{index}" if index else ""), advantage, temperature),
+            episode_id=episode.episode_id,
+        )
         for index, chain in enumerate(chains)
     ]
 

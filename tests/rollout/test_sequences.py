@@ -60,6 +60,7 @@ def test_a_rewritten_history_forks_the_episode():
     forked = episode("p.0", completion([5, 6], [7, 7], [1, 1]), completion([5, 6, 20], [8], [2]))
     first, second = training_sequences(group(forked), [2.0])
     assert (first.sequence_id, second.sequence_id) == ("p.0", "p.0/1")
+    assert (first.episode_id, second.episode_id) == ("p.0", "p.0")  # together they weigh as one episode
     assert first.token_ids.tolist() == [5, 6, 7, 7] and second.token_ids.tolist() == [5, 6, 20, 8]
     assert second.loss_mask.tolist() == [False, False, False, True]
 

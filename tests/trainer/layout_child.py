@@ -13,9 +13,13 @@ from trainer_samples import groups, sequence
 
 from forge_async.trainer.config import OptimizerConfig, ParallelismConfig, TrainerConfig
 from forge_async.trainer.engine import TrainerEngine
+from forge_async.trainer.loss_config import CorrectionConfig, KLConfig, LossConfig
 from forge_async.types import StepStats
 
-CONFIG = TrainerConfig(micro_batch_tokens=64, logprob_chunk=16, optimizer=OptimizerConfig(lr=1e-3))
+LOSS = LossConfig(
+    correction=CorrectionConfig(importance="mask", low=0.1, high=3.0, level="sequence"), kl=KLConfig(coefficient=0.1)
+)
+CONFIG = TrainerConfig(micro_batch_tokens=64, logprob_chunk=16, loss=LOSS, optimizer=OptimizerConfig(lr=1e-3))
 
 
 def run_steps(engine: TrainerEngine) -> list[StepStats]:

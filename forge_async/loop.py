@@ -33,7 +33,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from forge_async.buffer.buffer import RolloutBuffer
+from forge_async.buffer.ages import Ages, ages, kv_versions
+from forge_async.buffer.buffer import EQUAL_REWARDS, RolloutBuffer
 from forge_async.config import Config
 from forge_async.errors import ForgeError, RunFailed
 from forge_async.mesh.actor import ActorHandle
@@ -66,6 +67,9 @@ class Tally:
     trained_tokens: int = 0
     tokens_without_version: int = 0
     max_staleness: int = 0
+    max_kv_staleness: int = 0
+    staleness_histogram: Counter[int] = field(default_factory=Counter)
+    """Trained tokens by staleness."""
     failed_episodes: Counter[str] = field(default_factory=Counter)
     """Episodes without a reward, by reason."""
     requeued: int = 0
@@ -86,9 +90,12 @@ class Step:
     reward: float
     """Mean over the episodes of the batch."""
     reward_parts: dict[str, float]
-    staleness_mean: float
-    """Over trained tokens: trainer version at the step minus token version."""
-    staleness_max: int
+    staleness: Ages
+    """Of trained tokens: trainer version at the step minus token version."""
+    kv_staleness: Ages
+    """The same of the oldest keys and values that each of them attended to."""
+    uniform: float
+    """Share of groups whose rewards are all equal."""
     completion_length: float
     """Mean sampled tokens per episode."""
     truncated: float
@@ -237,9 +244,13 @@ class AsyncLoop:
             for sequence in training_sequences(group, values, self.config.policy.sampling.temperature, truncated)
         ]
         # All episodes may be masked: then there is no sequence, and the trainer skips the step.
-        versions = np.concatenate([np.zeros(0, np.int32), *(s.policy_versions[s.loss_mask] for s in sequences)])
-        staleness = self.version - versions
-        staleness_max = int(staleness.max(initial=0))
+        staleness = ages(self.version, [s.policy_versions[s.loss_mask] for s in sequences])
+        kv_staleness = ages(self.version, kv_versions(batch, truncated))
+        if staleness.max > self.config.buffer.token_bound:
+            raise RunFailed(
+                f"a token of staleness {staleness.max} was about to be trained at version {self.version}, the bound is "
+                f"{self.config.buffer.token_bound}: a defect of the buffer's gate."
+            )
         if self.config.policy.update.rules.holds:
             await self._hold()
         stats: StepStats = (await self._trainer("step", sequences))[0]
@@ -257,8 +268,10 @@ class AsyncLoop:
             self._followers.add(follower)
             follower.add_done_callback(self._followers.discard)
             self.tally.trained_tokens += int(stats.trained_tokens)
-            self.tally.tokens_without_version += int((versions < 0).sum())
-            self.tally.max_staleness = max(self.tally.max_staleness, staleness_max)
+            self.tally.tokens_without_version += sum(int((s.policy_versions[s.loss_mask] < 0).sum()) for s in sequences)
+            self.tally.max_staleness = max(self.tally.max_staleness, staleness.max)
+            self.tally.max_kv_staleness = max(self.tally.max_kv_staleness, kv_staleness.max)
+            self.tally.staleness_histogram.update(dict(enumerate(staleness.histogram)))
         episodes = [episode for group in batch for episode in group.episodes]
         parts = sorted({name for episode in episodes for name in episode.reward_parts})
         step = Step(
@@ -267,8 +280,9 @@ class AsyncLoop:
             groups=tuple(batch),
             reward=float(np.mean([episode.reward for episode in episodes])),
             reward_parts={name: float(np.mean([e.reward_parts.get(name, 0.0) for e in episodes])) for name in parts},
-            staleness_mean=float(staleness.mean()) if len(staleness) else 0.0,
-            staleness_max=staleness_max,
+            staleness=staleness,
+            kv_staleness=kv_staleness,
+            uniform=float(np.mean([np.ptp(group) <= EQUAL_REWARDS for group in rewards])),
             completion_length=float(np.mean([sum(len(t.completion.token_ids) for t in e.turns) for e in episodes])),
             truncated=float(np.mean([episode.truncated for episode in episodes])),
             wait_s=wait_s,

@@ -153,12 +153,29 @@ class Run:
             {
                 "reward": step.reward,
                 "reward_parts": step.reward_parts,
-                "staleness_mean": step.staleness_mean,
-                "staleness_max": step.staleness_max,
+                "staleness_mean": step.staleness.mean,
+                "staleness_max": step.staleness.max,
+                "staleness": {
+                    "histogram": list(step.staleness.histogram),
+                    "kv_mean": step.kv_staleness.mean,
+                    "kv_max": step.kv_staleness.max,
+                },
                 "episode": {"completion_length": step.completion_length, "truncated": step.truncated},
                 "train": {k: v for k, v in asdict(step.stats).items() if k not in ("version", "skipped")},
                 "tokens_per_s": {"generated": generated, "trained": trained},
-                "buffer": {"ready": self.buffer.depth, "in_flight": self.buffer.in_flight},
+                "buffer": {
+                    "ready": self.buffer.depth,
+                    "in_flight": self.buffer.in_flight,
+                    "oldest_wait": self.buffer.oldest_wait,
+                    "retried": self.buffer.retried,
+                    "uniform": step.uniform,
+                },
+                "dropped": dict(self.buffer.ledger.dropped),
+                "stale_episodes": dict(self.buffer.stale_episodes),
+                "selection_bias": {
+                    name: {"distance": selection.distance, "ratio": selection.ratios}
+                    for name, selection in self.buffer.ledger.selection().items()
+                },
                 "idle": {
                     "trainer": step.wait_s / step.wall_s,
                     **{f"generator_{i}": x or 0.0 for i, x in enumerate(idle)},
@@ -172,8 +189,8 @@ class Run:
             StepView(
                 step=index,
                 reward=step.reward,
-                staleness_mean=step.staleness_mean,
-                staleness_max=step.staleness_max,
+                staleness_mean=step.staleness.mean,
+                staleness_max=step.staleness.max,
                 generated_tokens_per_s=generated,
                 trained_tokens_per_s=trained,
                 buffer_ready=self.buffer.depth,
@@ -346,7 +363,7 @@ class Run:
             return
         plot = None
         if self.config.metrics.plot and self._steps:
-            bound = self.config.buffer.max_staleness
+            bound = self.config.buffer.token_bound
             plot = plot_run(self.folder.metrics, self.folder.plot, title=self.folder.path.name, staleness_bound=bound)
         summary = self.summary()
         summary.write(self.folder.summary)
@@ -368,12 +385,19 @@ class Run:
             tokens_without_version=tally.tokens_without_version,
             discarded_tokens=int(self._discarded.total),
             recomputed_tokens=int(self._recomputed.total),
-            staleness_bound=self.config.buffer.max_staleness,
+            staleness_bound=self.config.buffer.token_bound,
             staleness_max=tally.max_staleness,
+            kv_staleness_max=tally.max_kv_staleness,
+            staleness_histogram=[
+                tally.staleness_histogram[age] for age in range(max(tally.staleness_histogram, default=-1) + 1)
+            ],
             digest_mismatches=tally.digest_mismatches,
             admitted=ledger["admitted"],
             trained=ledger["trained"],
             dropped=ledger["dropped"],
+            requeued_requests=tally.requeued,
+            retried=self.buffer.retried,
+            selection_bias={name: item.to_dict() for name, item in self.buffer.ledger.selection().items()},
             idle_trainer=self._wait_s / wall_s,
             idle_generators=[self._idle.share(f"generator {i}") for i in range(len(self._status))],
             generated_tokens_per_s=self._generated.total / wall_s,
@@ -402,7 +426,7 @@ class Run:
 
     def _note(self, step: Step) -> None:
         self._events.write(
-            "step", index=step.index, version=step.stats.version, reward=step.reward, staleness=step.staleness_max
+            "step", index=step.index, version=step.stats.version, reward=step.reward, staleness=step.staleness.max
         )
         if step.truncated > self.config.rollout.truncation_warning and not self._warned_truncated:
             self._warned_truncated = True

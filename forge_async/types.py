@@ -43,6 +43,11 @@ class Prompt:
     """What the reward functions compare with, as the dataset gives it."""
     metadata: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def task(self) -> str:
+        """The task it belongs to: the dataset's column ``task``; "" when there is none."""
+        return str(self.metadata.get("task", ""))
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -83,11 +88,18 @@ class Episode:
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Each reward function's own value, before weighting."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    trained_since: int = 0
+    """Tokens of older versions are left out of the loss (``buffer.stale: mask``)."""
 
     @property
-    def oldest_version(self) -> int:
-        """The smallest policy version of any token of the episode."""
-        return min(int(turn.completion.policy_versions.min()) for turn in self.turns)
+    def policy_versions(self) -> VersionArray:
+        """int32: of all sampled tokens, turn by turn."""
+        return np.concatenate([turn.completion.policy_versions for turn in self.turns])
+
+    @property
+    def kv_versions(self) -> VersionArray:
+        """int32: of all sampled tokens, turn by turn."""
+        return np.concatenate([turn.completion.kv_versions for turn in self.turns])
 
     @property
     def truncated(self) -> bool:
@@ -103,10 +115,6 @@ class Group:
     episodes: tuple[Episode, ...]
     failed: int = 0
     """Episodes that raised or timed out; they carry no reward and are not trained."""
-
-    @property
-    def oldest_version(self) -> int:
-        return min(episode.oldest_version for episode in self.episodes)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +16,8 @@ def training_sequences(
     group: Group, advantages: Sequence[float], temperature: float = 1.0, truncated: str = "keep"
 ) -> list[TrainingSequence]:
     """One sequence per episode; more where a later turn's prompt does not continue the earlier tokens (a fork).
+
+    Tokens older than their episode's ``trained_since`` have no loss.
 
     Args:
         advantages: one number per episode of the group, given to each of its sampled tokens.
@@ -38,8 +40,17 @@ def training_sequences(
             raise DataError(f"episode {episode.episode_id}: it has no turn, so nothing of it can be trained.")
         if truncated == "mask" and episode.truncated:
             continue
-        sequences.extend(_episode_sequences(episode, float(advantage), temperature))
+        made = _episode_sequences(episode, float(advantage), temperature)
+        sequences.extend(_since(made, episode.trained_since) if episode.trained_since else made)
     return sequences
+
+
+def _since(sequences: Sequence[TrainingSequence], version: int) -> Iterator[TrainingSequence]:
+    """Leave tokens older than ``version`` out of the loss; a sequence with no other token is left out itself."""
+    for sequence in sequences:
+        mask = sequence.loss_mask & (sequence.policy_versions >= version)
+        if mask.any():
+            yield replace(sequence, loss_mask=mask)
 
 
 def _episode_sequences(episode: Episode, advantage: float, temperature: float) -> list[TrainingSequence]:

@@ -27,7 +27,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -47,7 +47,7 @@ from forge_async.rollout.reward_worker import RewardPool
 from forge_async.rollout.rollout import rollout_group
 from forge_async.rollout.sequences import training_sequences
 from forge_async.trainer.advantages import batch_advantages
-from forge_async.types import Completion, Group, Prompt, StepStats
+from forge_async.types import Completion, Group, Prompt, StepStats, TrainingSequence
 
 T = TypeVar("T")
 Record = Callable[..., None]
@@ -106,6 +106,16 @@ class Step:
     """How long training stood still to hand the new weights over; the rest of publishing runs beside the next step."""
     wall_s: float
     """Since the previous step ended."""
+
+
+def batch_sequences(config: Config, batch: Sequence[Group]) -> list[TrainingSequence]:
+    """What is trained of a batch: its episodes' sequences with their advantages."""
+    advantages = batch_advantages(batch, config.trainer.loss.resolved(), config.policy.sampling.max_tokens)
+    return [
+        sequence
+        for group, values in zip(batch, advantages, strict=True)
+        for sequence in training_sequences(group, values, config.policy.sampling.temperature, config.rollout.truncated)
+    ]
 
 
 class AsyncLoop:
@@ -235,14 +245,7 @@ class AsyncLoop:
         await self.policy.fan_out("abort", request_id, timeout=30.0)
 
     async def _train(self, index: int, batch: list[Group], wait_s: float, last: float) -> Step:
-        truncated = self.config.rollout.truncated
-        loss = self.config.trainer.loss.resolved()
-        advantages = batch_advantages(batch, loss, self.config.policy.sampling.max_tokens)
-        sequences = [
-            sequence
-            for group, values in zip(batch, advantages, strict=True)
-            for sequence in training_sequences(group, values, self.config.policy.sampling.temperature, truncated)
-        ]
+        sequences = batch_sequences(self.config, batch)
         # All episodes may be masked: then there is no sequence, and the trainer skips the step.
         staleness = ages(self.version, [s.policy_versions[s.loss_mask] for s in sequences])
         kv_staleness = ages(self.version, kv_versions(batch, truncated))

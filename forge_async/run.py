@@ -107,7 +107,7 @@ class Run:
         self._discarded, self._recomputed = RateMeter(), RateMeter()
         self._loop: AsyncLoop | None = None
         self._source: PromptSource
-        self._rewards: RewardPool | None = None
+        self.rewards: RewardPool | None = None
         self._began = self._stepped = time.monotonic()
         self._steps = 0
         self._wait_s = 0.0
@@ -247,7 +247,7 @@ class Run:
         dtype = config.policy.dtype if config.store.dtype == "auto" else config.store.dtype
         self.store = await WeightStore.create(replace(config.store, dtype=dtype))
         with prefix_errors("reward"):
-            self._rewards = await RewardPool.create(config.reward)
+            self.rewards = await RewardPool.create(config.reward)
         self.console.phase("starting the trainer and the policy service: imports take a while")
         self.trainer, self.policy = await _both(
             TrainerActor.options(procs=config.trainer.procs, cores=placement.trainer, with_gpus=gpus).spawn(
@@ -282,7 +282,7 @@ class Run:
             self.buffer,
             self._source,
             SingleTurnEnvironment(tokenizer),
-            self._rewards,
+            self.rewards,
             self._events.write,
             self.version,
         )
@@ -338,6 +338,8 @@ class Run:
     async def _end(self) -> None:
         """After the last step of a run that went well."""
         assert self._loop is not None
+        if not self._steps:
+            return  # nothing was trained
         await self.checkpoint()
         if self.config.checkpoint.export_hf:
             target = self.folder.path / "model"
@@ -347,9 +349,9 @@ class Run:
     async def _stop(self) -> None:
         if self._loop is not None:
             await self._loop.stop()  # where the caller left its `async for`, nothing else has done it
-        if self._rewards is not None:
+        if self.rewards is not None:
             with suppress(Exception):  # its processes are ended with the runtime in any case
-                await self._rewards.stop()
+                await self.rewards.stop()
         if hasattr(self, "store"):
             await self.store.close()
 
@@ -367,7 +369,8 @@ class Run:
             plot = plot_run(self.folder.metrics, self.folder.plot, title=self.folder.path.name, staleness_bound=bound)
         summary = self.summary()
         summary.write(self.folder.summary)
-        summary.print(self.folder.summary, plot)
+        if self._steps or outcome != "finished":  # else nothing was to be trained
+            summary.print(self.folder.summary, plot)
 
     def summary(self) -> Summary:
         """The figures of the run so far."""

@@ -28,7 +28,7 @@ from forge_async.trainer import titan_compat as titan
 from forge_async.trainer import weights
 from forge_async.trainer.checkpoint import load_checkpoint, save_checkpoint
 from forge_async.trainer.config import TrainerConfig
-from forge_async.trainer.logprobs import Predictions
+from forge_async.trainer.logprobs import KeptIds, Predictions
 from forge_async.trainer.loss import TokenSums, cross_entropy_loss, grpo_loss
 from forge_async.trainer.model import check_parallelism, model_spec, read_hf_config
 from forge_async.trainer.packing import PackedRow, pack, pad_row
@@ -262,6 +262,7 @@ class TrainerEngine:
             source_K=torch.from_numpy(row.source).to(self.device),
             label_K=torch.from_numpy(row.label).to(self.device),
             inverse_temperature_K=torch.from_numpy(row.inverse_temperature).to(self.device),
+            kept=None if row.kept is None else KeptIds.on(self.device, row.kept),
             chunk_size=self.config.logprob_chunk,
         )
         try:

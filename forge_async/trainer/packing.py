@@ -10,6 +10,7 @@ The last token of a sequence predicts nothing, so it is not in the row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -207,13 +208,16 @@ def _row(sequences: list[TrainingSequence], masks: list[np.ndarray], units: list
             recorded = sequence.sampling_mask
             kept.append(SamplingMask.whole(len(predicted)) if recorded is None else recorded.of(predicted))
             cursor += len(own)
-    row = PackedRow(
+    flat: dict[str, Any] = {
+        name: np.concatenate(values).astype(_PREDICTION_FIELDS[name]) for name, values in predictions.items()
+    }
+    return PackedRow(
         token_ids=np.concatenate(ids).astype(np.int64),
         positions=np.concatenate(positions).astype(np.int64),
         segments=tuple(segments),
-        **{name: np.concatenate(values).astype(_PREDICTION_FIELDS[name]) for name, values in predictions.items()},  # type: ignore[arg-type]
+        kept=SamplingMask.join(kept) if any(len(mask.token_ids) for mask in kept) else None,
+        **flat,
     )
-    return replace(row, kept=SamplingMask.join(kept)) if any(len(mask.token_ids) for mask in kept) else row
 
 
 def plain_row(texts: list[np.ndarray]) -> PackedRow:

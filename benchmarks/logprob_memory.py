@@ -62,7 +62,7 @@ def loss_and_gradient(tokens: int, chunk: int, vocabulary: int, hidden: int, dev
     weight_VD = (torch.randn(vocabulary, hidden, device=device) / hidden**0.5).requires_grad_()
     reference_VD = torch.randn(vocabulary, hidden, device=device) / hidden**0.5
     index_K = torch.arange(tokens, device=device)
-    predictions = Predictions(index_K, index_K % vocabulary, torch.ones(tokens, device=device), chunk)
+    predictions = Predictions(index_K, index_K % vocabulary, torch.ones(tokens, device=device), chunk_size=chunk)
 
     def compute() -> None:
         with torch.no_grad():

@@ -248,7 +248,7 @@ class AsyncLoop:
         sequences = batch_sequences(self.config, batch)
         # All episodes may be masked: then there is no sequence, and the trainer skips the step.
         staleness = ages(self.version, [s.policy_versions[s.loss_mask] for s in sequences])
-        kv_staleness = ages(self.version, kv_versions(batch, truncated))
+        kv_staleness = ages(self.version, kv_versions(batch, self.config.rollout.truncated))
         if staleness.max > self.config.buffer.token_bound:
             raise RunFailed(
                 f"a token of staleness {staleness.max} was about to be trained at version {self.version}, the bound is "
@@ -285,7 +285,7 @@ class AsyncLoop:
             reward_parts={name: float(np.mean([e.reward_parts.get(name, 0.0) for e in episodes])) for name in parts},
             staleness=staleness,
             kv_staleness=kv_staleness,
-            uniform=float(np.mean([np.ptp(group) <= EQUAL_REWARDS for group in rewards])),
+            uniform=float(np.mean([np.ptp([e.reward for e in group.episodes]) <= EQUAL_REWARDS for group in batch])),
             completion_length=float(np.mean([sum(len(t.completion.token_ids) for t in e.turns) for e in episodes])),
             truncated=float(np.mean([episode.truncated for episode in episodes])),
             wait_s=wait_s,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_async.buffer import Ledger, RolloutBuffer
-from forge_async.checks import check_ratios, fresh_prompts
+from forge_async.checks import check_ratios, fresh_prompts, sampling_bias
 from forge_async.config import Config, to_yaml
 from forge_async.errors import ConfigError, ForgeError, RunFailed, prefix_errors
 from forge_async.loop import AsyncLoop, Step
@@ -290,6 +290,8 @@ class Run:
         # Told at once, also while nothing waits for them: a batch may take minutes to come.
         self.trainer.on_death(lambda: self._lost("the trainer failed", self.trainer.death_cause))
         self.store.on_death(lambda cause: self._lost("the weight store died", cause))
+        if (bias := sampling_bias(config)) is not None:
+            self.console.warn(bias)
         if samples:
             self.console.phase("checking that trainer and policy agree on log-probs")
             report = await check_ratios(config, self.policy, self.trainer, samples)

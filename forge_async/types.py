@@ -12,6 +12,7 @@ Arrays are one-dimensional NumPy arrays, one entry per token: ids and versions `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -50,6 +51,54 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class SamplingMask:
+    """Which ids the sampler kept (top-k, top-p, min-p) at each of T tokens, without padding: N ids in all."""
+
+    token_ids: IdArray
+    """int32 [N]: the kept ids, token after token; within a token in no given order."""
+    counts: np.ndarray
+    """int32 [T]: how many of them each token has. 0 stands for the whole vocabulary."""
+
+    def __post_init__(self) -> None:
+        if int(self.counts.sum()) != len(self.token_ids):
+            raise ValueError(f"the counts of a sampling mask add up to {self.counts.sum()}, not {len(self.token_ids)}")
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @classmethod
+    def whole(cls, length: int) -> SamplingMask:
+        """``length`` tokens, each with the whole vocabulary."""
+        return cls(np.zeros(0, dtype=np.int32), np.zeros(length, dtype=np.int32))
+
+    @classmethod
+    def join(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
+        """The tokens of all masks, one mask after another."""
+        return cls(
+            np.concatenate([mask.token_ids for mask in masks], dtype=np.int32),
+            np.concatenate([mask.counts for mask in masks], dtype=np.int32),
+        )
+
+    def of(self, tokens: np.ndarray) -> SamplingMask:
+        """The mask of the tokens at these indices, int [K], in their order."""
+        counts = self.counts[tokens]
+        starts = (np.cumsum(self.counts) - self.counts)[tokens]
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return SamplingMask(self.token_ids[np.repeat(starts, counts) + within], counts)
+
+    def rows(self) -> np.ndarray:
+        """int64 [N]: the token to which each kept id belongs."""
+        return np.repeat(np.arange(len(self)), self.counts)
+
+    def has(self, token_ids: np.ndarray) -> np.ndarray:
+        """bool [T]: whether each token's own id, int [T], is among those kept for it."""
+        rows = self.rows()
+        found = self.counts == 0
+        found[rows[self.token_ids == token_ids[rows]]] = True
+        return found
+
+
+@dataclass(frozen=True)
 class Completion:
     """One generation by the policy service. All arrays have length R, the number of sampled tokens."""
 
@@ -66,6 +115,8 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     """The stop token id or string that ended it, where there was one other than the end token."""
+    sampling_mask: SamplingMask | None = None
+    """Kept ids of the R tokens; None where the sampler kept every id, or was told not to record them."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +188,8 @@ class TrainingSequence:
     """float32 [T]."""
     temperature: float = 1.0
     """The sampling temperature: the trainer scales its logits by 1/temperature before taking log-probs."""
+    sampling_mask: SamplingMask | None = None
+    """Kept ids of the T tokens, over which alone the trainer takes its softmax; None: the whole vocabulary for all."""
     episode_id: str = ""
     """The sequences of one episode weigh as one; "": the sequence is an episode of its own."""
 
@@ -148,6 +201,10 @@ class TrainingSequence:
                     f"{self.sequence_id}: {name} has {len(getattr(self, name))} entries, token_ids has {length}; "
                     "every array of a TrainingSequence has one entry per token"
                 )
+        if self.sampling_mask is not None and len(self.sampling_mask) != length:
+            raise ValueError(
+                f"{self.sequence_id}: sampling_mask has {len(self.sampling_mask)} entries, token_ids has {length}"
+            )
 
     @property
     def oldest_version(self) -> int:

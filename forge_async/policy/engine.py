@@ -112,6 +112,8 @@ class PolicyEngine:
         self.weights: LiveWeights
         """Set by :meth:`start`."""
         self._vocabulary = 0
+        self._native_mask = False
+        """vLLM records the sampling masks itself."""
         self._engine: LLMEngine
         self._inbox: collections.deque[tuple[str, Any]] = collections.deque()
         self._wake = threading.Condition()
@@ -162,6 +164,7 @@ class PolicyEngine:
             seed: makes the request's own draws reproducible; None draws from the engine's generator.
         Raises:
             DataError: the prompt is empty, too long, or has ids outside of the vocabulary.
+            ConfigError: the tokens that ``sampling`` keeps cannot be recorded; the message names the remedy.
             EngineDied: the engine thread has ended.
         """
         sampling = sampling or self.config.sampling
@@ -177,7 +180,8 @@ class PolicyEngine:
             raise DataError(
                 f"{name}: token ids must be in 0..{self._vocabulary - 1}, found {prompt.min()}..{prompt.max()}"
             )
-        request = Request(name, prompt, sampling_params(sampling, seed), Future())
+        params = sampling_params(sampling, seed, self._vocabulary, self._native_mask)
+        request = Request(name, prompt, params, Future(), sampling.records_mask)
         self._post("submit", request)
         return request.future
 
@@ -309,7 +313,9 @@ class PolicyEngine:
         heads = checkpoint.read_config(self.model_path)["num_attention_heads"]
         assert isinstance(heads, int)
         require(heads % ranks == 0, "tensor_parallel_size", ranks, f"a divisor of num_attention_heads ({heads})")
+        self._native_mask = config.sampling.records_mask and vllm_compat.has_native_mask()
         self._engine = vllm_compat.build_engine(
+            return_sampling_mask=self._native_mask,
             model=self.model_path,
             dtype=config.dtype,
             enforce_eager=config.enforce_eager,
@@ -335,6 +341,7 @@ class PolicyEngine:
         )
         planned = time.perf_counter()
         self._vocabulary = self._engine.model_config.get_vocab_size()
+        sampling_params(config.sampling, None, self._vocabulary, self._native_mask)  # or refuse them now
         self._engine.set_weight_version(str(self.version))
         self._warm_up()
         return {"build_s": built - began, "plan_s": planned - built, "warm_up_s": time.perf_counter() - planned}
@@ -344,7 +351,8 @@ class PolicyEngine:
         sampling = SamplingConfig(max_tokens=4, ignore_eos=True)
         for i in range(min(4, self.config.max_num_seqs)):
             prompt = np.full(min(8, self.config.max_model_len - 4) or 1, i % self._vocabulary, dtype=np.int32)
-            self._accept(Request(f"warm-up-{i}", prompt, sampling_params(sampling, None), Future()))
+            params = sampling_params(sampling, None, self._vocabulary, self._native_mask)
+            self._accept(Request(f"warm-up-{i}", prompt, params, Future()))
         while self._waiting or self._active:
             self._admit(salt="warm-up")
             self._step()
@@ -492,15 +500,7 @@ class PolicyEngine:
         self._withdraw([request for request in self._without_kv() if request.kv_version != self.version])
 
     def _append(self, request: Request, output: RequestOutput) -> None:
-        sample = output.outputs[0]
-        new = list(sample.token_ids)
-        if not new:
-            return
-        assert sample.logprobs is not None
-        request.token_ids += new
-        request.logprobs += [position[token].logprob for token, position in zip(new, sample.logprobs, strict=True)]
-        request.versions += [self.version] * len(new)
-        request.kv_versions += [request.kv_version] * len(new)
+        new = request.append(output.outputs[0], self.version)
         self._sampled = zlib.crc32(np.asarray(new, dtype=np.int32).tobytes(), self._sampled)
         self.counters.generated_tokens += len(new)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from forge_async.errors import DataError
 from forge_async.rollout.rollout import check_completion
-from forge_async.types import Completion, Episode, Group, TrainingSequence
+from forge_async.types import Completion, Episode, Group, SamplingMask, TrainingSequence
 
 
 def training_sequences(
@@ -90,4 +90,21 @@ def _join(chain: Sequence[Completion], sequence_id: str, advantage: float, tempe
         logprobs[sampled] = completion.logprobs
         versions[sampled] = completion.policy_versions
         advantages[sampled] = advantage
-    return TrainingSequence(sequence_id, token_ids, loss_mask, logprobs, versions, advantages, temperature)
+    return TrainingSequence(
+        sequence_id, token_ids, loss_mask, logprobs, versions, advantages, temperature, sampling_mask(chain)
+    )
+
+
+def sampling_mask(chain: Sequence[Completion]) -> SamplingMask | None:
+    """Kept ids of every token of a sequence that ends with the last completion; None where none has any recorded.
+
+    Tokens of prompts, replies and unrecorded completions have the whole vocabulary.
+    """
+    if all(completion.sampling_mask is None for completion in chain):
+        return None
+    parts, done = [], 0
+    for completion in chain:
+        start, count = len(completion.prompt_token_ids), len(completion.token_ids)
+        parts += [SamplingMask.whole(start - done), completion.sampling_mask or SamplingMask.whole(count)]
+        done = start + count
+    return SamplingMask.join(parts)

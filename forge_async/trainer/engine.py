@@ -31,7 +31,7 @@ from forge_async.trainer.aggregation import LossWeights, loss_weights
 from forge_async.trainer.build import ModelBuilder, trainer_device
 from forge_async.trainer.checkpoint import load_checkpoint, save_checkpoint
 from forge_async.trainer.config import TrainerConfig
-from forge_async.trainer.logprobs import Predictions
+from forge_async.trainer.logprobs import KeptIds, Predictions
 from forge_async.trainer.loss import METRICS, LossFunction, LossSums, PolicyTokens, cross_entropy_loss, policy_loss
 from forge_async.trainer.model import check_parallelism, check_reference, read_hf_config
 from forge_async.trainer.packing import PackedRow, pack, pad_row, plain_row
@@ -274,6 +274,7 @@ class TrainerEngine:
             source_K=torch.from_numpy(row.source).to(self.device),
             label_K=torch.from_numpy(row.label).to(self.device),
             inverse_temperature_K=torch.from_numpy(row.inverse_temperature).to(self.device),
+            kept=None if row.kept is None else KeptIds.on(self.device, row.kept),
             chunk_size=self.config.logprob_chunk,
         )
         try:

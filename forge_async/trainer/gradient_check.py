@@ -194,11 +194,14 @@ def one_by_one(trainer: TrainerEngine, sequences: list[TrainingSequence]) -> dic
 
     def chosen(sequence: TrainingSequence, model: torch.nn.Module) -> torch.Tensor:
         """Log-prob of each trained token, under the logits after the token before it."""
-        logprobs_TV = torch.log_softmax(
-            trainer.logits(sequence.token_ids, model).float() / sequence.temperature, dim=-1
-        )
-        trained = np.flatnonzero(sequence.loss_mask)
-        return torch.stack([logprobs_TV[t - 1, int(sequence.token_ids[t])] for t in trained])
+        logits_TV = trainer.logits(sequence.token_ids, model).float() / sequence.temperature
+
+        def logprob(t: int) -> torch.Tensor:
+            kept = sequence.sampling_mask.of(np.array([t])).token_ids if sequence.sampling_mask is not None else ()
+            among = logits_TV[t - 1] if not len(kept) else logits_TV[t - 1, torch.from_numpy(kept).long()]
+            return logits_TV[t - 1, int(sequence.token_ids[t])] - torch.logsumexp(among, dim=-1)
+
+        return torch.stack([logprob(int(t)) for t in np.flatnonzero(sequence.loss_mask)])
 
     for weight, sequence in zip(weighted.weight_S, sequences, strict=True):
         mask = sequence.loss_mask

@@ -314,6 +314,9 @@ class PolicyEngine:
         assert isinstance(heads, int)
         require(heads % ranks == 0, "tensor_parallel_size", ranks, f"a divisor of num_attention_heads ({heads})")
         self._native_mask = config.sampling.records_mask and vllm_compat.has_native_mask()
+        vocabulary = checkpoint.read_config(self.model_path)["vocab_size"]
+        assert isinstance(vocabulary, int)
+        vllm_compat.mask_params(config.sampling, vocabulary, self._native_mask)  # refused before anything is loaded
         self._engine = vllm_compat.build_engine(
             return_sampling_mask=self._native_mask,
             model=self.model_path,
@@ -341,7 +344,6 @@ class PolicyEngine:
         )
         planned = time.perf_counter()
         self._vocabulary = self._engine.model_config.get_vocab_size()
-        sampling_params(config.sampling, None, self._vocabulary, self._native_mask)  # or refuse them now
         self._engine.set_weight_version(str(self.version))
         self._warm_up()
         return {"build_s": built - began, "plan_s": planned - built, "warm_up_s": time.perf_counter() - planned}

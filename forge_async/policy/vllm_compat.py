@@ -107,7 +107,7 @@ def mask_params(sampling: SamplingConfig, vocabulary: int, native: bool) -> dict
     recorded = sampling.records_mask
     require(
         not recorded or sampling.top_k > 0 or (vocabulary <= SMALL_VOCABULARY and not native),
-        "policy.sampling.top_k",
+        "sampling.top_k",
         sampling.top_k,
         f"above 0 (with {', '.join(f'{name} {value:g}' for name, value in sampling.restricting.items())} and a "
         f"vocabulary of {vocabulary})",

@@ -222,7 +222,7 @@ def _row(sequences: list[TrainingSequence], masks: list[np.ndarray], units: list
 
 def plain_row(texts: list[np.ndarray]) -> PackedRow:
     """Whole texts one after another, no predictions."""
-    nothing = {name: np.zeros(0, dtype=dtype) for name, dtype in _PREDICTION_FIELDS.items()}
+    nothing: dict[str, Any] = {name: np.zeros(0, dtype=dtype) for name, dtype in _PREDICTION_FIELDS.items()}
     starts = np.cumsum([0, *(len(text) for text in texts[:-1])])
     segments = tuple(Segment(int(start), len(text)) for start, text in zip(starts, texts, strict=True))
     positions = np.concatenate([np.arange(len(text)) for text in texts])

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import torch
 
+from forge_async.checks import sampling_bias
 from forge_async.config import Config
 from forge_async.doctor.finding import Finding
 from forge_async.errors import DataError
@@ -70,13 +71,24 @@ def check_completion_limit(config: Config, tokenizer: Any, prompts: Sequence[Pro
     return Finding("completion limit", not cut, figure, remedy if cut else "")
 
 
+def check_mask(config: Config) -> Finding:
+    """That the trainer can take its softmax over the tokens which the sampler chose from."""
+    bias, restricting = sampling_bias(config), config.policy.sampling.restricting
+    if bias is not None:
+        return Finding("sampling mask", False, bias, "Set policy.sampling.sampling_mask=true.")
+    kept = ", ".join(f"{name}={value:g}" for name, value in restricting.items())
+    return Finding(
+        "sampling mask", True, f"recorded and replayed ({kept})" if kept else "not needed: no token is left out"
+    )
+
+
 def check_staleness(config: Config) -> Finding:
     """What the config promises about the age of trained tokens, and whether the engines can be kept busy within it."""
     buffer, policy = config.buffer, config.policy
     requests = buffer.capacity * config.rollout.group_size
     seats = policy.num_replicas * policy.max_num_seqs
     figure = (
-        f"no trained token is older than {buffer.max_staleness} steps; at most {buffer.capacity} prompts are open, "
+        f"no trained token is older than {buffer.token_bound} steps; at most {buffer.capacity} prompts are open, "
         f"{requests} requests for {seats} places in the engines"
     )
     return Finding("staleness bound", True, figure)
@@ -98,6 +110,8 @@ def memory_parts(config: Config, parameters: int, vocabulary: int) -> Iterator[t
     dtype: torch.dtype = getattr(torch, config.policy.dtype)
     weights = parameters * dtype.itemsize / gib
     yield "trainer", OPTIMIZER_BYTES * parameters * config.trainer.parallelism.dp_replicate / gib
+    if config.trainer.loss.kl.coefficient > 0:
+        yield "reference", 4 * parameters * config.trainer.parallelism.dp_replicate / gib
     yield "logits", 3 * 4 * config.trainer.logprob_chunk * vocabulary * config.trainer.procs / gib
     yield "policy", config.policy.num_replicas * (2 * weights + config.policy.kv_cache_gib)
     yield "store", (config.store.keep_versions + 1) * weights

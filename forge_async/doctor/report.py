@@ -12,7 +12,13 @@ from rich.table import Table
 
 from forge_async.checks import fresh_prompts
 from forge_async.config import Config
-from forge_async.doctor.at_rest import check_completion_limit, check_memory, check_staleness, check_template
+from forge_async.doctor.at_rest import (
+    check_completion_limit,
+    check_mask,
+    check_memory,
+    check_staleness,
+    check_template,
+)
 from forge_async.doctor.finding import Finding
 from forge_async.doctor.running import check_running
 from forge_async.errors import ForgeError, RunFailed
@@ -38,6 +44,7 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
     prompts = fresh_prompts(many, tokenizer, rows, room)
     yield check_template(tokenizer, prompts)
     yield check_completion_limit(config, tokenizer, prompts)
+    yield check_mask(config)
     yield check_staleness(config)
     yield check_memory(config)
     yield await check_gradient(config)

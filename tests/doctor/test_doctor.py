@@ -17,7 +17,13 @@ from forge_async import loop, run
 from forge_async.checks import fresh_prompts
 from forge_async.config import Config, load_config
 from forge_async.doctor import Finding, report
-from forge_async.doctor.at_rest import check_completion_limit, check_memory, check_staleness, check_template
+from forge_async.doctor.at_rest import (
+    check_completion_limit,
+    check_mask,
+    check_memory,
+    check_staleness,
+    check_template,
+)
 from forge_async.doctor.running import (
     check_groups,
     check_rewards,
@@ -160,6 +166,13 @@ def test_faults_in_settings_and_data_are_found(config: Config, prompts: list[Pro
     short = dataclasses.replace(config, policy=dataclasses.replace(config.policy, sampling=sampling))
     finding = check_completion_limit(short, tokenizer, prompts)
     assert not finding.passed and "max_tokens is 1" in finding.figure
+    unmasked = dataclasses.replace(config.policy.sampling, top_k=20, top_p=0.9, sampling_mask=False)
+    masked = dataclasses.replace(unmasked, sampling_mask=True)
+    for sampling in (config.policy.sampling, masked, unmasked):
+        policy = dataclasses.replace(config.policy, sampling=sampling)
+        finding = check_mask(dataclasses.replace(config, policy=policy))
+        assert finding.passed == (sampling is not unmasked)
+    assert "top_p=0.9" in finding.figure and "biased" in finding.figure
     greedy = dataclasses.replace(config.policy, kv_cache_gib=1e6)
     assert not check_memory(dataclasses.replace(config, policy=greedy)).passed
 

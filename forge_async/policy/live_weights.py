@@ -360,10 +360,11 @@ class LiveWeights:
             whole = tuple(tensor.shape) == shape and piece.covers(shape) and piece.stride == piece.target_stride
             if whole and tensor.dtype == dtype and tensor.is_contiguous():
                 return Place(self.plan, name, tensor)
-        if sum(piece.numel for _, piece in writes) != math.prod(shape):
-            place = self._new_place(name)  # padding is zero
-        else:
+        whole = sum(piece.numel for _, piece in writes) == math.prod(shape)
+        if whole and isinstance(self.layers[name], vllm_compat.PackedLinear):
             place = self._on_workbench(name)
+        else:
+            place = self._new_place(name)  # padding is zero; packed experts may keep the memory
         place.write(tensors)
         return place
 

@@ -90,6 +90,7 @@ class Place:
     def __init__(self, piece: Piece, bucket: torch.Tensor, source_shape: torch.Size) -> None:
         target = piece.view(bucket)
         self.name = piece.name
+        self.source_shape = source_shape
         self._dtype = target.dtype
         self._digested = DigestedCopy(target, source_shape, piece.global_shape) if piece.is_whole else None
         self._target = target.view(source_shape)
@@ -104,23 +105,24 @@ class Place:
         return None
 
 
-_places: dict[tuple[str, ...], tuple[bytes, list[Place]]] = {}
-"""By the segments that a rank writes to: the plan they were last used for, and its places."""
+_places: dict[tuple[bytes, tuple[str, ...]], list[Place]] = {}
+"""By plan, and the segments that a rank writes to; several ranks of one process use it at once."""
 
 
 def places_of(plan: bytes, shards: Sequence[TensorShard], buckets: Sequence[torch.Tensor], grant: Grant) -> list[Place]:
     """The places of all shards, in order; remembered for as long as the store has the segments."""
-    for gone in [segments for segments in _places if not set(grant.live_segments).issuperset(segments)]:
-        del _places[gone]
-    key = tuple(segment.segment_id for segment in grant.segments or ())
-    known, places = _places.get(key, (b"", []))
-    if known != plan or not key:
+    for known in list(_places):
+        if not set(grant.live_segments).issuperset(known[1]):
+            _places.pop(known, None)
+    key = plan, tuple(segment.segment_id for segment in grant.segments or ())
+    places = _places.get(key)
+    if places is None or [place.source_shape for place in places] != [shard.tensor.shape for shard in shards]:
         pieces = unpacked_plan(plan).pieces
         places = [
             Place(piece, buckets[piece.bucket], shard.tensor.shape) for piece, shard in zip(pieces, shards, strict=True)
         ]
-        if key:
-            _places[key] = plan, places
+        if grant.segments:
+            _places[key] = places
     return places
 
 

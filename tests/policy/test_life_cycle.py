@@ -133,7 +133,7 @@ class Vllm:
         spans = [SimpleNamespace(version=str(v), start=a, end=b) for v, a, b in spans_of(request.labels)]
         sample = SimpleNamespace(
             token_ids=[token],
-            logprobs=[{token: SimpleNamespace(logprob=-float(serial))}],
+            logprobs=SimpleNamespace(logprobs=[-float(serial)], start_indices=[0]),
             finish_reason="length" if finished else None,
             stop_reason=None,
             weight_versions=spans,

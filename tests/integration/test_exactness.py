@@ -63,7 +63,6 @@ class Faulty(PolicyActor):
             writes = self._engine.weights.plan.writes
             for parameter, pieces in writes.items():
                 writes[parameter] = [(source, piece) for source, piece in pieces if source != name]
-            self._engine.weights._spare.clear()  # its places were made by the former mapping
 
     @concurrent_endpoint
     async def set_mode(self, mode: str) -> None:

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_async.policy import PolicyConfig, UpdateConfig
-from forge_async.policy.engine import PolicyEngine, spans_of
+from forge_async.policy.engine import PolicyEngine
+from forge_async.policy.life_cycle import spans_of
 from forge_async.policy.live_weights import Prepared
 from forge_async.policy.request import Request
 from forge_async.policy.updates import RULES
@@ -146,7 +147,7 @@ class Harness:
 
     def __init__(self, update: UpdateConfig, seed: int) -> None:
         self.engine = PolicyEngine(PolicyConfig(max_num_seqs=3, update=update), "nowhere")
-        self.vllm = self.engine._engine = Vllm(self.engine, seed)  # type: ignore[assignment]
+        self.vllm = self.engine._engine = self.engine._requests.vllm = Vllm(self.engine, seed)  # type: ignore[assignment]
         self.engine.weights = SimpleNamespace(apply=lambda prepared: None, plan=SimpleNamespace(nbytes=0))  # type: ignore[assignment]
         self.requests: list[tuple[Request, Params]] = []
         self.aborted: set[str] = set()
@@ -177,8 +178,10 @@ class Harness:
             assert engine._take_inbox()
             engine._turn()
             count -= 1
-            assert len(engine._active) <= 3
-            assert engine._quiet == [] or (engine._held and engine._active), "a hold is answered once nothing runs"
+            assert len(engine._requests.active) <= 3
+            assert engine._quiet == [] or (engine._held and engine._requests.active), (
+                "a hold is answered once nothing runs"
+            )
 
     def finish(self) -> list[Completion]:
         self.engine.release()

@@ -33,19 +33,17 @@ from forge_async.errors import DataError, ForgeError, require
 from forge_async.policy import checkpoint, vllm_compat
 from forge_async.policy.config import PolicyConfig, SamplingConfig
 from forge_async.policy.counters import EngineCounters, SwapReport
+from forge_async.policy.inbox import EngineDied, Inbox
 from forge_async.policy.life_cycle import Requests, fulfil
 from forge_async.policy.live_weights import LiveWeights, Prepared
 from forge_async.policy.lockstep import Command, Lockstep, LockstepBroken
 from forge_async.policy.request import Request, sampling_params
+from forge_async.policy.turns import TurnLog, TurnSchedule
 from forge_async.policy.weight_plan import build_plan
 from forge_async.types import Completion
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
-
-
-class EngineDied(ForgeError):
-    """The engine thread ended by an error, which is the cause; every request it held has failed."""
 
 
 class PolicyEngine:
@@ -63,20 +61,16 @@ class PolicyEngine:
         """Set by :meth:`start`."""
         self._vocabulary = 0
         self._engine: LLMEngine
-        self._requests = Requests(config.update.rules, config.max_num_seqs, version)
-        self._inbox: collections.deque[tuple[str, Any]] = collections.deque()
-        self._wake = threading.Condition()
+        self._requests = Requests(config.max_num_seqs, version)
+        self._inbox = Inbox()
         self._swaps: collections.deque[tuple[int, Prepared, Future[SwapReport]]] = collections.deque()
         """Asked for and not due yet: the requests that run are ended first."""
         self._held_at = -1
         """Nothing is admitted while the live version is this one or an older one."""
         self._quiet: list[Future[None]] = []
         """Futures of :meth:`hold`."""
-        self._failure: BaseException | None = None
         self._condemned: BaseException | None = None
         """Why :meth:`condemn` ended the engine."""
-        self._stopped = False
-        self._idle_since: float | None = None
         self._numbers = itertools.count()
         self._started: Future[dict[str, float]] = Future()
         self._thread = threading.Thread(target=self._main, name="policy-engine", daemon=True)
@@ -91,6 +85,13 @@ class PolicyEngine:
         return self._requests.counters
 
     # ---- calls from any thread ----
+
+    def use(self, turns: TurnLog | TurnSchedule) -> None:
+        """Write the turns down, or repeat recorded ones; before :meth:`start`."""
+        if isinstance(turns, TurnLog):
+            self._inbox.log = turns
+        else:
+            self._inbox.schedule = turns
 
     def start(self) -> dict[str, float]:
         """Build the engine, prove the weight plan and warm up; returns the seconds each took. Blocks for long."""
@@ -131,24 +132,26 @@ class PolicyEngine:
                 f"{name}: token ids must be in 0..{self._vocabulary - 1}, found {prompt.min()}..{prompt.max()}"
             )
         request = Request(name, prompt, sampling_params(sampling, seed), Future())
-        self._post("submit", request)
+        self._inbox.post("submit", request)
         return request.future
 
     def abort(self, request_id: str) -> None:
         """End a request early: its completion has the tokens so far, finish reason ``abort``. Unknown ids are fine."""
-        self._post("abort", request_id)
+        self._inbox.post("abort", request_id)
 
     def prepare(
         self,
         tensors: Mapping[str, torch.Tensor],
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         digests: bool = False,
+        packs: bool | None = None,
     ) -> Prepared:
         """All of a swap to ``tensors`` (HF name -> full tensor) that can be done while the engine steps.
 
         In any thread, one at a time; see :meth:`LiveWeights.prepare` for the arguments and errors.
         """
-        return self.weights.prepare(tensors, self.counters.busy_s / max(self.counters.steps, 1), shapes, digests)
+        step_s = self.counters.busy_s / max(self.counters.steps, 1)
+        return self.weights.prepare(tensors, step_s, shapes, digests, packs)
 
     def swap(self, version: int, weights: Prepared | Mapping[str, torch.Tensor]) -> Future[SwapReport]:
         """Make ``weights`` live, labelled ``version``, between two forward passes.
@@ -159,7 +162,7 @@ class PolicyEngine:
         if version < self.version:
             raise ForgeError(f"version {version} is older than the live one, {self.version}: versions never decrease")
         future: Future[SwapReport] = Future()
-        self._post("swap", (version, prepared, future))
+        self._inbox.post("swap", (version, prepared, future))
         return future
 
     def hold(self, version: int) -> Future[None]:
@@ -168,21 +171,21 @@ class PolicyEngine:
         The future is done when no request runs any more; at once where a newer version is live already.
         """
         future: Future[None] = Future()
-        self._post("hold", (version, future))
+        self._inbox.post("hold", (version, future))
         return future
 
     def release(self) -> None:
         """End :meth:`hold` without a new version."""
-        self._post("release", None)
+        self._inbox.post("release", None)
 
     def announce(self, version: int) -> None:
         """Tell the other ranks to pull ``version`` and swap it as this one will."""
         if self.lockstep is not None:
-            self._post("announce", version)
+            self._inbox.post("announce", version)
 
     def status(self) -> dict[str, Any]:
         """A snapshot of counters and queue lengths."""
-        idle_since = self._idle_since
+        idle_since = self._inbox.idle_since
         sums = {name: getattr(self.counters, name) for name in self.counters.__dataclass_fields__}
         sums["swap_ms"] = list(self.counters.swap_ms)
         if idle_since is not None:
@@ -192,17 +195,17 @@ class PolicyEngine:
         return sums | {
             "version": self.version,
             "running": len(self._requests.active),
-            "waiting": len(self._requests.waiting) + sum(kind == "submit" for kind, _ in list(self._inbox)),
+            "waiting": len(self._requests.waiting) + self._inbox.submitted(),
             "draining": bool(self._swaps),
             "held": self._held,
-            "failed": None if self._failure is None else repr(self._failure),
+            "failed": None if self._inbox.failure is None else repr(self._inbox.failure),
+            "turn": self._inbox.turn,
+            "lacks": self._inbox.lacks,
         }
 
     def stop(self) -> None:
         """End the thread after the current forward pass; unfinished requests fail. Safe to call twice."""
-        with self._wake:
-            self._stopped = True
-            self._wake.notify()
+        self._inbox.stop()
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -210,15 +213,6 @@ class PolicyEngine:
         """End as :meth:`stop` does, because of ``cause``: requests running and to come fail with it."""
         self._condemned = cause
         self.stop()
-
-    def _post(self, kind: str, payload: Any) -> None:
-        with self._wake:
-            if self._failure is not None:
-                raise EngineDied(f"the engine died earlier: {self._failure}") from self._failure
-            if self._stopped:
-                raise EngineDied("the engine was stopped")
-            self._inbox.append((kind, payload))
-            self._wake.notify()
 
     # ---- the engine thread ----
 
@@ -301,7 +295,7 @@ class PolicyEngine:
         while self._requests.names:
             self._requests.admit(salt="warm-up")
             self._requests.step()
-        self._requests.counters = EngineCounters()
+        self._requests.counters, self._requests.sampled = EngineCounters(), 0
 
     def _take_inbox(self) -> bool:
         """Take what was posted, waiting while there is no request to run; False when stopped."""
@@ -331,28 +325,19 @@ class PolicyEngine:
 
     def _await_inbox(self) -> list[Command] | None:
         """What was posted; waits while there is neither that nor a request to run. None when stopped."""
-        with self._wake:
-            if not (self._inbox or self._stopped or self._runnable):
-                began = self._idle_since = time.perf_counter()
-                self._wake.wait_for(lambda: bool(self._inbox) or self._stopped)
-                self._idle_since = None
-                waited = time.perf_counter() - began
-                self.counters.idle_s += waited
-                self.counters.held_s += waited if self._requests.waiting else 0.0
-            if self._stopped:
-                return None
-            posted = list(self._inbox)
-            self._inbox.clear()
+        began = time.perf_counter()
+        posted = self._inbox.take(self._runnable, self._requests.sampled)
+        if not self._requests.active:
+            waited = time.perf_counter() - began
+            self.counters.idle_s += waited
+            self.counters.held_s += waited if self._requests.waiting else 0.0
         return posted
 
     def _own_swap(self, version: int) -> Any:
         """On ranks other than 0: this rank's own swap to ``version``, which the actor posts when it has pulled it."""
-        with self._wake:
-            self._wake.wait_for(lambda: bool(self._inbox) or self._stopped)
-            if self._inbox:
-                _, payload = self._inbox.popleft()
-                if payload[0] == version:
-                    return payload
+        command = self._inbox.take_one()
+        if command is not None and command[1][0] == version:
+            return command[1]
         raise LockstepBroken(f"rank 0 swaps to version {version}, which this rank does not have")
 
     @property
@@ -366,7 +351,7 @@ class PolicyEngine:
 
     def _update(self) -> None:
         """Carry out the swaps that are due. Nobody cancels one that has begun: its tensors stay valid then."""
-        while self._swaps and not (self._requests.active and self._requests.rules.drains):
+        while self._swaps and not (self._requests.active and self.config.update.rules.drains):
             version, prepared, future = self._swaps[0]
             if future.set_running_or_notify_cancel():
                 self._swap(version, prepared, future)
@@ -379,7 +364,7 @@ class PolicyEngine:
         self.weights.apply(prepared)
         self._engine.set_weight_version(str(version))
         in_flight = len(self._requests.active)
-        self._requests.carry_over(version)
+        self._requests.carry_over(version, self.config.update.rules)
         pause = time.perf_counter() - began
         self.counters.swaps += 1
         self.counters.swaps_in_flight += in_flight > 0
@@ -388,10 +373,7 @@ class PolicyEngine:
         fulfil(future, SwapReport(version, previous, pause * 1e3, in_flight, self.weights.plan.nbytes))
 
     def _fail(self, error: BaseException) -> None:
-        with self._wake:
-            self._failure = error
-            posted = list(self._inbox)
-            self._inbox.clear()
+        posted = self._inbox.close(error)
         died = EngineDied(f"the generator's engine ended: {type(error).__name__}: {error}")
         died.__cause__ = error
         futures = self._requests.clear()

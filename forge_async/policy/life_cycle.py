@@ -39,13 +39,12 @@ class Requests:
     """Waiting and active requests, and the version that labels their tokens.
 
     Args:
-        rules: what a new version does to those that run.
         places: how many vLLM gets at once.
         version: of the weights at the start.
     """
 
-    def __init__(self, rules: UpdateRules, places: int, version: int) -> None:
-        self.rules, self.places, self.version = rules, places, version
+    def __init__(self, places: int, version: int) -> None:
+        self.places, self.version = places, version
         self.counters = EngineCounters()
         self.vllm: LLMEngine
         """Set before the first request is accepted."""
@@ -107,10 +106,9 @@ class Requests:
         self.counters.abort_requested += 1
         fulfil(request.future, request.completion("abort"))
 
-    def carry_over(self, version: int) -> None:
+    def carry_over(self, version: int, rules: UpdateRules) -> None:
         """Treat the requests in vLLM as the mode says, between the change of weights and the next forward pass."""
         self.version = version
-        rules = self.rules
         empty = {request.request_id for request in self._without_kv()}
         taken = [request for request in self.active.values() if rules.withdraws or request.request_id in empty]
         if rules.withdraws or rules.recomputes:

@@ -157,7 +157,7 @@ class Harness:
         params = Params(tokens)
         request = Request(f"r{len(self.requests)}", np.array(PROMPTS[prompt], np.int32), params, Future())  # type: ignore[arg-type]
         self.requests.append((request, params))
-        self.engine._post("submit", request)
+        self.engine._inbox.post("submit", request)
 
     def abort(self, index: int) -> None:
         if self.requests:

@@ -247,6 +247,8 @@ class Run:
 
         threads = {"trainer": len(placement.trainer) / config.trainer.procs, "policy": len(placement.policy[0]) / ranks}
         self._journal.started("cuda" if gpus else "cpu", threads, to_yaml(config))
+        if config.resume:
+            self._journal.close()  # what was open at the checkpoint is not in the schedule
 
         self.console.phase("starting the weight store and the reward workers")
         dtype = config.policy.dtype if config.store.dtype == "auto" else config.store.dtype
@@ -321,8 +323,9 @@ class Run:
         async def set_up(replica: Replica) -> None:
             assert replica.handle is not None
             name = turns_file(replica.index)
-            record = self._journal.folder and str((self._journal.folder / name).resolve())
-            replay = self.replay and str((self.replay.recorded.folder / name).resolve())
+            folder = self._journal.folder
+            record = str((folder / name).resolve()) if folder is not None and not self.config.resume else None
+            replay = str((self.replay.recorded.folder / name).resolve()) if self.replay is not None else None
             await replica.handle.call("setup", record=record, replay=replay)
 
         with prefix_errors("policy"):

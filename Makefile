@@ -1,5 +1,6 @@
 # make grpo    set up, then train a tiny model by asynchronous GRPO         make smollm2  the same with SmolLM2-135M
 # make test    set up, then run the whole test suite                        make check    lint, format, types
+# make fuzz    10,000 fuzzed schedules of the buffer
 #
 # make grpo ARGS="trainer.optimizer.lr=1e-4 seed=1"      overrides
 # make setup EXTRA=cuda                                  the CUDA packages instead of the CPU ones
@@ -16,7 +17,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE # a second start would compile the engines' modules again
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo smollm2 test check format docs lock clean
+.PHONY: help setup grpo smollm2 test fuzz check format docs lock clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -32,6 +33,9 @@ smollm2: setup ## train SmolLM2-135M on chain_sum
 
 test: setup ## run the whole test suite; TESTS="tests/buffer -k ledger" for a part
 	@$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),-n 2 --dist loadfile)
+
+fuzz: setup ## run 10,000 fuzzed schedules of buffer and ledger, 2,000 of the loop (minutes)
+	@$(BIN)/python -m pytest tests/buffer/test_fuzz.py tests/test_loop_fuzz.py --hypothesis-profile=fuzz --timeout=1800
 
 check: setup ## ruff check, ruff format --check, mypy
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

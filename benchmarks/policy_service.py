@@ -52,6 +52,7 @@ def bare(connection: Connection, model: str, dtype: str, batch: int, core: int) 
         kv_cache_memory_bytes=2**30,
         seed=0,
     )
+    vocabulary = engine.model_config.get_vocab_size()
     connection.send("ready")
     for window, seconds in enumerate(iter(connection.recv, None)):
         requests, tokens = workload(batch), 0
@@ -66,7 +67,7 @@ def bare(connection: Connection, model: str, dtype: str, batch: int, core: int) 
             while len(running) < batch:
                 prompt, count, seed = next(requests)
                 name = f"{window}-{seed}"
-                params = sampling_params(SamplingConfig(max_tokens=count, ignore_eos=True), None)
+                params = sampling_params(SamplingConfig(max_tokens=count, ignore_eos=True), None, vocabulary)
                 engine.add_request(name, {"prompt_token_ids": prompt, "cache_salt": str(window)}, params)
                 running.add(name)
             for output in engine.step():

@@ -14,7 +14,21 @@ from forge_async.errors import RunFailed
 from forge_async.journal import request_seed
 from forge_async.mesh import ActorHandle, Service
 from forge_async.rollout.datasets import PromptSource, Row
+from forge_async.rollout.sequences import sampling_mask
 from forge_async.types import Completion, Prompt, TrainingSequence
+
+
+def sampling_bias(config: Config) -> str | None:
+    """What is wrong with training on these sampling settings; None where nothing is."""
+    sampling = config.policy.sampling
+    if sampling.records_mask or not sampling.restricting:
+        return None
+    return (
+        "policy.sampling.sampling_mask is off with "
+        + ", ".join(f"{name}={value:g}" for name, value in sampling.restricting.items())
+        + ": the sampler renormalises over the tokens it keeps, the trainer over all of them. Every importance ratio "
+        "is biased below 1 (by the log of the kept probability, typically 0.1 nats per token), also on-policy."
+    )
 
 
 def fresh_prompts(config: Config, tokenizer: Any, rows: Sequence[Row], max_prompt_tokens: int) -> list[Prompt]:
@@ -38,12 +52,17 @@ async def check_ratios(
 ) -> dict[str, Any]:
     """Sample with the policy, score with the trainer, and compare: with unchanged weights every importance ratio is 1.
 
+    Sampled as the run does; but where it records no mask of restricted sampling (see :func:`sampling_bias`), with every
+    token kept, so that weights and temperature are compared at least.
+
     Returns:
         ``tokens`` compared, ``max_error`` = max |ratio - 1|, ``mean_error``.
     Raises:
         RunFailed: some token's ratio is off by more than ``checks.ratio_tolerance``; the message shows the first ones.
     """
     sampling = config.policy.sampling
+    if not sampling.records_mask:
+        sampling = sampling.unrestricted()
     completions: list[Completion] = await asyncio.gather(
         *(
             policy.call("generate", prompt.token_ids, sampling, name, request_seed(config.seed, name), session=name)
@@ -75,7 +94,7 @@ async def check_ratios(
             f"trainer and policy disagree on unchanged weights: |ratio - 1| is up to {every.max():.2e} (mean "
             f"{every.mean():.1e}) over {len(every)} tokens, checks.ratio_tolerance is "
             f"{config.checks.ratio_tolerance:g}. {shown}. Training would be biased, so the run stops; compare the two "
-            "sides' dtype and temperature."
+            "sides' dtype and sampling settings."
         )
     return report
 
@@ -90,4 +109,5 @@ def _sequence(prompt: Prompt, completion: Completion, temperature: float) -> Tra
         policy_versions=np.concatenate([np.full(before, -1, np.int32), completion.policy_versions]).astype(np.int32),
         advantages=np.zeros(before + after, np.float32),
         temperature=temperature,
+        sampling_mask=sampling_mask([completion]),
     )

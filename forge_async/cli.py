@@ -61,6 +61,17 @@ async def train(config: Config) -> None:
         await run.train()
 
 
+async def doctor(config: Config) -> None:
+    """What ``forge-async doctor`` does."""
+    from forge_async.doctor import diagnose
+
+    if not await diagnose(config):
+        raise ForgeError("the config is not sound, see the lines marked FAILED")
+
+
+COMMANDS = {"run": train, "doctor": doctor}
+
+
 def replay_run(arguments: list[str]) -> int:
     """Repeat a recorded run and compare every token, version and loss; stops at the first difference.
 
@@ -91,15 +102,17 @@ def replay_run(arguments: list[str]) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """``forge-async run CONFIG [key=value ...]`` and ``forge-async replay RUN``."""
+    """``forge-async run|doctor CONFIG [key=value ...]``: train, or check everything that training relies on.
+
+    ``forge-async replay RUN``: repeat a recorded run.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if len(arguments) >= 2 and arguments[0] == "run" and not arguments[1].startswith("-"):
-        return run_app(train, Config, arguments[1], main.__doc__, ["--config", *arguments[1:]])
+    if len(arguments) >= 2 and arguments[0] in COMMANDS and not arguments[1].startswith("-"):
+        return run_app(COMMANDS[arguments[0]], Config, arguments[1], main.__doc__, ["--config", *arguments[1:]])
     if arguments[:1] == ["replay"]:
         return replay_run(arguments[1:])
-    print(
-        "usage: forge-async run CONFIG [--print-config] [key=value ...]\n       forge-async replay RUN", file=sys.stderr
-    )
+    print("usage: forge-async run|doctor CONFIG [--print-config] [key=value ...]", file=sys.stderr)
+    print("       forge-async replay RUN [--steps N] [--stall-s SECONDS]", file=sys.stderr)
     return 0 if arguments in (["-h"], ["--help"]) else 2
 
 

@@ -145,15 +145,6 @@ class Config:
             self.buffer.min_group_size,
             f"at most rollout.group_size ({self.rollout.group_size})",
         )
-        for key, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("min_tokens", 0)):
-            require(
-                getattr(sampling, key) == neutral,
-                f"policy.sampling.{key}",
-                getattr(sampling, key),
-                f"{neutral} for training",
-                "The trainer cannot yet replay which tokens the sampler kept, so its log-probs would be biased; "
-                "use temperature instead.",
-            )
         require(
             self.trainer.max_sequence_tokens >= policy.max_model_len,
             "trainer.max_sequence_tokens",

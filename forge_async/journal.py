@@ -146,6 +146,8 @@ def marks(line: Line) -> np.ndarray:
 def batch_line(step: int, groups: Sequence[Group], sequences: Sequence[TrainingSequence]) -> Line:
     names = ("token_ids", "policy_versions", "logprobs", "advantages", "loss_mask")
     digest = {name: _digest([getattr(sequence, name) for sequence in sequences]) for name in names}
+    masks = [sequence.sampling_mask for sequence in sequences if sequence.sampling_mask is not None]
+    digest["sampling_mask"] = _digest([array for mask in masks for array in (mask.counts, mask.token_ids)])
     entries = [
         [
             group.prompt.prompt_id,

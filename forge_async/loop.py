@@ -26,13 +26,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
-from forge_async.buffer.buffer import RolloutBuffer
+from forge_async.buffer.ages import Ages, ages, kv_versions
+from forge_async.buffer.buffer import EQUAL_REWARDS, RolloutBuffer
 from forge_async.config import Config
 from forge_async.errors import ForgeError, RunFailed
 from forge_async.journal import Journal, request_seed
@@ -45,8 +46,8 @@ from forge_async.rollout.environment import Environment
 from forge_async.rollout.reward_worker import RewardPool
 from forge_async.rollout.rollout import rollout_group
 from forge_async.rollout.sequences import training_sequences
-from forge_async.trainer.advantages import group_advantages
-from forge_async.types import Completion, Group, Prompt, StepStats
+from forge_async.trainer.advantages import batch_advantages
+from forge_async.types import Completion, Group, Prompt, StepStats, TrainingSequence
 
 T = TypeVar("T")
 Record = Callable[..., None]
@@ -66,6 +67,9 @@ class Tally:
     trained_tokens: int = 0
     tokens_without_version: int = 0
     max_staleness: int = 0
+    max_kv_staleness: int = 0
+    staleness_histogram: Counter[int] = field(default_factory=Counter)
+    """Trained tokens by staleness."""
     failed_episodes: Counter[str] = field(default_factory=Counter)
     """Episodes without a reward, by reason."""
     requeued: int = 0
@@ -86,9 +90,12 @@ class Step:
     reward: float
     """Mean over the episodes of the batch."""
     reward_parts: dict[str, float]
-    staleness_mean: float
-    """Over trained tokens: trainer version at the step minus token version."""
-    staleness_max: int
+    staleness: Ages
+    """Of trained tokens: trainer version at the step minus token version."""
+    kv_staleness: Ages
+    """The same of the oldest keys and values that each of them attended to."""
+    uniform: float
+    """Share of groups whose rewards are all equal."""
     completion_length: float
     """Mean sampled tokens per episode."""
     truncated: float
@@ -99,6 +106,16 @@ class Step:
     """How long training stood still to hand the new weights over; the rest of publishing runs beside the next step."""
     wall_s: float
     """Since the previous step ended."""
+
+
+def batch_sequences(config: Config, batch: Sequence[Group]) -> list[TrainingSequence]:
+    """What is trained of a batch: its episodes' sequences with their advantages."""
+    advantages = batch_advantages(batch, config.trainer.loss.resolved(), config.policy.sampling.max_tokens)
+    return [
+        sequence
+        for group, values in zip(batch, advantages, strict=True)
+        for sequence in training_sequences(group, values, config.policy.sampling.temperature, config.rollout.truncated)
+    ]
 
 
 class AsyncLoop:
@@ -244,18 +261,15 @@ class AsyncLoop:
         await self.policy.fan_out("abort", request_id, timeout=30.0)
 
     async def _train(self, index: int, batch: list[Group], wait_s: float, last: float) -> Step:
-        rewards = [[episode.reward for episode in group.episodes] for group in batch]
-        truncated = self.config.rollout.truncated
-        advantages = group_advantages(rewards, normalize_std=self.config.trainer.loss.normalize_std)
-        sequences = [
-            sequence
-            for group, values in zip(batch, advantages, strict=True)
-            for sequence in training_sequences(group, values, self.config.policy.sampling.temperature, truncated)
-        ]
+        sequences = batch_sequences(self.config, batch)
         # All episodes may be masked: then there is no sequence, and the trainer skips the step.
-        versions = np.concatenate([np.zeros(0, np.int32), *(s.policy_versions[s.loss_mask] for s in sequences)])
-        staleness = self.version - versions
-        staleness_max = int(staleness.max(initial=0))
+        staleness = ages(self.version, [s.policy_versions[s.loss_mask] for s in sequences])
+        kv_staleness = ages(self.version, kv_versions(batch, self.config.rollout.truncated))
+        if staleness.max > self.config.buffer.token_bound:
+            raise RunFailed(
+                f"a token of staleness {staleness.max} was about to be trained at version {self.version}, the bound is "
+                f"{self.config.buffer.token_bound}: a defect of the buffer's gate."
+            )
         self.journal.batch(index, batch, sequences)
         if self.config.policy.update.rules.holds:
             await self._hold()
@@ -276,8 +290,10 @@ class AsyncLoop:
             self._followers.add(follower)
             follower.add_done_callback(self._followers.discard)
             self.tally.trained_tokens += int(stats.trained_tokens)
-            self.tally.tokens_without_version += int((versions < 0).sum())
-            self.tally.max_staleness = max(self.tally.max_staleness, staleness_max)
+            self.tally.tokens_without_version += sum(int((s.policy_versions[s.loss_mask] < 0).sum()) for s in sequences)
+            self.tally.max_staleness = max(self.tally.max_staleness, staleness.max)
+            self.tally.max_kv_staleness = max(self.tally.max_kv_staleness, kv_staleness.max)
+            self.tally.staleness_histogram.update(dict(enumerate(staleness.histogram)))
         episodes = [episode for group in batch for episode in group.episodes]
         parts = sorted({name for episode in episodes for name in episode.reward_parts})
         step = Step(
@@ -286,8 +302,9 @@ class AsyncLoop:
             groups=tuple(batch),
             reward=float(np.mean([episode.reward for episode in episodes])),
             reward_parts={name: float(np.mean([e.reward_parts.get(name, 0.0) for e in episodes])) for name in parts},
-            staleness_mean=float(staleness.mean()) if len(staleness) else 0.0,
-            staleness_max=staleness_max,
+            staleness=staleness,
+            kv_staleness=kv_staleness,
+            uniform=float(np.mean([np.ptp([e.reward for e in group.episodes]) <= EQUAL_REWARDS for group in batch])),
             completion_length=float(np.mean([sum(len(t.completion.token_ids) for t in e.turns) for e in episodes])),
             truncated=float(np.mean([episode.truncated for episode in episodes])),
             wait_s=wait_s,

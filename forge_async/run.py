@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_async.buffer import Ledger, RolloutBuffer
-from forge_async.checks import check_ratios, fresh_prompts
+from forge_async.checks import check_ratios, fresh_prompts, sampling_bias
 from forge_async.config import Config, to_yaml
 from forge_async.errors import ConfigError, ForgeError, RunFailed, prefix_errors
 from forge_async.journal import FAULTS, Journal, turns_file
@@ -118,7 +118,7 @@ class Run:
         self._discarded, self._recomputed = RateMeter(), RateMeter()
         self._loop: AsyncLoop | None = None
         self._source: PromptSource
-        self._rewards: RewardPool | None = None
+        self.rewards: RewardPool | None = None
         self._began = self._stepped = time.monotonic()
         self._steps = 0
         self._wait_s = 0.0
@@ -166,12 +166,29 @@ class Run:
             {
                 "reward": step.reward,
                 "reward_parts": step.reward_parts,
-                "staleness_mean": step.staleness_mean,
-                "staleness_max": step.staleness_max,
+                "staleness_mean": step.staleness.mean,
+                "staleness_max": step.staleness.max,
+                "staleness": {
+                    "histogram": list(step.staleness.histogram),
+                    "kv_mean": step.kv_staleness.mean,
+                    "kv_max": step.kv_staleness.max,
+                },
                 "episode": {"completion_length": step.completion_length, "truncated": step.truncated},
                 "train": {k: v for k, v in asdict(step.stats).items() if k not in ("version", "skipped")},
                 "tokens_per_s": {"generated": generated, "trained": trained},
-                "buffer": {"ready": self.buffer.depth, "in_flight": self.buffer.in_flight},
+                "buffer": {
+                    "ready": self.buffer.depth,
+                    "in_flight": self.buffer.in_flight,
+                    "oldest_wait": self.buffer.oldest_wait,
+                    "retried": self.buffer.retried,
+                    "uniform": step.uniform,
+                },
+                "dropped": dict(self.buffer.ledger.dropped),
+                "stale_episodes": dict(self.buffer.stale_episodes),
+                "selection_bias": {
+                    name: {"distance": selection.distance, "ratio": selection.ratios}
+                    for name, selection in self.buffer.ledger.selection().items()
+                },
                 "idle": {
                     "trainer": step.wait_s / step.wall_s,
                     **{f"generator_{i}": x or 0.0 for i, x in enumerate(idle)},
@@ -185,8 +202,8 @@ class Run:
             StepView(
                 step=index,
                 reward=step.reward,
-                staleness_mean=step.staleness_mean,
-                staleness_max=step.staleness_max,
+                staleness_mean=step.staleness.mean,
+                staleness_max=step.staleness.max,
                 generated_tokens_per_s=generated,
                 trained_tokens_per_s=trained,
                 buffer_ready=self.buffer.depth,
@@ -254,7 +271,7 @@ class Run:
         dtype = config.policy.dtype if config.store.dtype == "auto" else config.store.dtype
         self.store = await WeightStore.create(replace(config.store, dtype=dtype))
         with prefix_errors("reward"):
-            self._rewards = await RewardPool.create(config.reward)
+            self.rewards = await RewardPool.create(config.reward)
         self.console.phase("starting the trainer and the policy service: imports take a while")
         self.trainer, self.policy = await _both(
             TrainerActor.options(procs=config.trainer.procs, cores=placement.trainer, with_gpus=gpus).spawn(
@@ -290,7 +307,7 @@ class Run:
             self.buffer,
             self._source,
             SingleTurnEnvironment(tokenizer),
-            self._rewards,
+            self.rewards,
             self._record,
             self.version,
             self._journal,
@@ -301,6 +318,8 @@ class Run:
         # Told at once, also while nothing waits for them: a batch may take minutes to come.
         self.trainer.on_death(lambda: self._lost("the trainer failed", self.trainer.death_cause))
         self.store.on_death(lambda cause: self._lost("the weight store died", cause))
+        if (bias := sampling_bias(config)) is not None:
+            self.console.warn(bias)
         if samples:
             self.console.phase("checking that trainer and policy agree on log-probs")
             report = await check_ratios(config, self.policy, self.trainer, samples)
@@ -360,6 +379,8 @@ class Run:
     async def _end(self) -> None:
         """After the last step of a run that went well."""
         assert self._loop is not None
+        if not self._steps:
+            return  # nothing was trained
         if self.replay is None:
             await self.checkpoint()
         if self.config.checkpoint.export_hf:
@@ -370,9 +391,9 @@ class Run:
     async def _stop(self) -> None:
         if self._loop is not None:
             await self._loop.stop()  # where the caller left its `async for`, nothing else has done it
-        if self._rewards is not None:
+        if self.rewards is not None:
             with suppress(Exception):  # its processes are ended with the runtime in any case
-                await self._rewards.stop()
+                await self.rewards.stop()
         if hasattr(self, "store"):
             await self.store.close()
 
@@ -387,11 +408,12 @@ class Run:
             return
         plot = None
         if self.config.metrics.plot and self._steps:
-            bound = self.config.buffer.max_staleness
+            bound = self.config.buffer.token_bound
             plot = plot_run(self.folder.metrics, self.folder.plot, title=self.folder.path.name, staleness_bound=bound)
         summary = self.summary()
         summary.write(self.folder.summary)
-        summary.print(self.folder.summary, plot)
+        if self._steps or outcome != "finished":  # else nothing was to be trained
+            summary.print(self.folder.summary, plot)
 
     def summary(self) -> Summary:
         """The figures of the run so far."""
@@ -409,12 +431,19 @@ class Run:
             tokens_without_version=tally.tokens_without_version,
             discarded_tokens=int(self._discarded.total),
             recomputed_tokens=int(self._recomputed.total),
-            staleness_bound=self.config.buffer.max_staleness,
+            staleness_bound=self.config.buffer.token_bound,
             staleness_max=tally.max_staleness,
+            kv_staleness_max=tally.max_kv_staleness,
+            staleness_histogram=[
+                tally.staleness_histogram[age] for age in range(max(tally.staleness_histogram, default=-1) + 1)
+            ],
             digest_mismatches=tally.digest_mismatches,
             admitted=ledger["admitted"],
             trained=ledger["trained"],
             dropped=ledger["dropped"],
+            requeued_requests=tally.requeued,
+            retried=self.buffer.retried,
+            selection_bias={name: item.to_dict() for name, item in self.buffer.ledger.selection().items()},
             idle_trainer=self._wait_s / wall_s,
             idle_generators=[self._idle.share(f"generator {i}") for i in range(len(self._status))],
             generated_tokens_per_s=self._generated.total / wall_s,
@@ -443,7 +472,7 @@ class Run:
 
     def _note(self, step: Step) -> None:
         self._events.write(
-            "step", index=step.index, version=step.stats.version, reward=step.reward, staleness=step.staleness_max
+            "step", index=step.index, version=step.stats.version, reward=step.reward, staleness=step.staleness.max
         )
         if step.truncated > self.config.rollout.truncation_warning and not self._warned_truncated:
             self._warned_truncated = True

@@ -12,6 +12,7 @@ Arrays are one-dimensional NumPy arrays, one entry per token: ids and versions `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,6 +44,59 @@ class Prompt:
     """What the reward functions compare with, as the dataset gives it."""
     metadata: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def task(self) -> str:
+        """The task it belongs to: the dataset's column ``task``; "" when there is none."""
+        return str(self.metadata.get("task", ""))
+
+
+@dataclass(frozen=True)
+class SamplingMask:
+    """Which ids the sampler kept (top-k, top-p, min-p) at each of T tokens, without padding: N ids in all."""
+
+    token_ids: IdArray
+    """int32 [N]: the kept ids, token after token; within a token in no given order."""
+    counts: np.ndarray
+    """int32 [T]: how many of them each token has. 0 stands for the whole vocabulary."""
+
+    def __post_init__(self) -> None:
+        if int(self.counts.sum()) != len(self.token_ids):
+            raise ValueError(f"the counts of a sampling mask add up to {self.counts.sum()}, not {len(self.token_ids)}")
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @classmethod
+    def whole(cls, length: int) -> SamplingMask:
+        """``length`` tokens, each with the whole vocabulary."""
+        return cls(np.zeros(0, dtype=np.int32), np.zeros(length, dtype=np.int32))
+
+    @classmethod
+    def join(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
+        """The tokens of all masks, one mask after another."""
+        return cls(
+            np.concatenate([mask.token_ids for mask in masks], dtype=np.int32),
+            np.concatenate([mask.counts for mask in masks], dtype=np.int32),
+        )
+
+    def of(self, tokens: np.ndarray) -> SamplingMask:
+        """The mask of the tokens at these indices, int [K], in their order."""
+        counts = self.counts[tokens]
+        starts = (np.cumsum(self.counts) - self.counts)[tokens]
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return SamplingMask(self.token_ids[np.repeat(starts, counts) + within], counts)
+
+    def rows(self) -> np.ndarray:
+        """int64 [N]: the token to which each kept id belongs."""
+        return np.repeat(np.arange(len(self)), self.counts)
+
+    def has(self, token_ids: np.ndarray) -> np.ndarray:
+        """bool [T]: whether each token's own id, int [T], is among those kept for it."""
+        rows = self.rows()
+        found = self.counts == 0
+        found[rows[self.token_ids == token_ids[rows]]] = True
+        return found
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -61,6 +115,8 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     """The stop token id or string that ended it, where there was one other than the end token."""
+    sampling_mask: SamplingMask | None = None
+    """Kept ids of the R tokens; None where the sampler kept every id, or was told not to record them."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +139,18 @@ class Episode:
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Each reward function's own value, before weighting."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    trained_since: int = 0
+    """Tokens of older versions are left out of the loss (``buffer.stale: mask``)."""
 
     @property
-    def oldest_version(self) -> int:
-        """The smallest policy version of any token of the episode."""
-        return min(int(turn.completion.policy_versions.min()) for turn in self.turns)
+    def policy_versions(self) -> VersionArray:
+        """int32: of all sampled tokens, turn by turn."""
+        return np.concatenate([turn.completion.policy_versions for turn in self.turns])
+
+    @property
+    def kv_versions(self) -> VersionArray:
+        """int32: of all sampled tokens, turn by turn."""
+        return np.concatenate([turn.completion.kv_versions for turn in self.turns])
 
     @property
     def truncated(self) -> bool:
@@ -103,10 +166,6 @@ class Group:
     episodes: tuple[Episode, ...]
     failed: int = 0
     """Episodes that raised or timed out; they carry no reward and are not trained."""
-
-    @property
-    def oldest_version(self) -> int:
-        return min(episode.oldest_version for episode in self.episodes)
 
 
 @dataclass(frozen=True)
@@ -129,6 +188,10 @@ class TrainingSequence:
     """float32 [T]."""
     temperature: float = 1.0
     """The sampling temperature: the trainer scales its logits by 1/temperature before taking log-probs."""
+    sampling_mask: SamplingMask | None = None
+    """Kept ids of the T tokens, over which alone the trainer takes its softmax; None: the whole vocabulary for all."""
+    episode_id: str = ""
+    """The sequences of one episode weigh as one; "": the sequence is an episode of its own."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -138,6 +201,10 @@ class TrainingSequence:
                     f"{self.sequence_id}: {name} has {len(getattr(self, name))} entries, token_ids has {length}; "
                     "every array of a TrainingSequence has one entry per token"
                 )
+        if self.sampling_mask is not None and len(self.sampling_mask) != length:
+            raise ValueError(
+                f"{self.sequence_id}: sampling_mask has {len(self.sampling_mask)} entries, token_ids has {length}"
+            )
 
     @property
     def oldest_version(self) -> int:
@@ -159,6 +226,7 @@ class StepStats:
     """Mean importance ratio exp(trainer log-prob - behaviour log-prob)."""
     ratio_max: float
     clip_fraction: float
+    """Share of tokens whose ratio a clip bounds: the sum of ``clip_fraction_low`` and ``clip_fraction_high``."""
     entropy: float
     """Mean entropy of the trainer's next-token distribution on trained tokens, nats."""
     trained_tokens: int
@@ -170,3 +238,17 @@ class StepStats:
     wall_s: float
     skipped: bool = False
     """True when no token had a loss: no optimizer step was taken and the version did not change."""
+    clip_fraction_low: float = 0.0
+    clip_fraction_high: float = 0.0
+    effective_sample_size: float = 0.0
+    """(sum r)^2 / (n sum r^2) over the ratios r of n trained tokens: 1 where all are equal, 1/n where one is all."""
+    truncated_fraction: float = 0.0
+    """Share of tokens whose importance weight was cut to its bound."""
+    masked_fraction: float = 0.0
+    """Share of tokens that the correction left out because of their importance weight."""
+    mismatch_kl_k1: float = 0.0
+    """Mean of log mu - log pi: KL from sampler to trainer, nats per token; exact in expectation, noisy."""
+    mismatch_kl_k3: float = 0.0
+    """Mean of r - 1 - log r: the same KL, never negative and less noisy."""
+    reference_kl: float = 0.0
+    """KL from the trained to the reference policy by ``trainer.loss.kl.estimator``, nats per token; 0 without one."""

@@ -14,6 +14,7 @@ from hypothesis import settings
 pytest_plugins = ["forge_async.testing.models"]
 
 settings.register_profile("suite", database=None, deadline=None)  # no files, and shared machines are slow at times
+settings.register_profile("fuzz", database=None, deadline=None)  # tests/buffer/test_fuzz.py runs more schedules by it
 settings.load_profile("suite")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; children would inherit it

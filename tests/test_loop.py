@@ -110,7 +110,7 @@ async def test_a_step_whose_completions_are_all_masked_is_skipped(loop):
     steps = [step async for step in masked.steps(2)]
     assert [(step.stats.version, step.stats.skipped) for step in steps] == [(0, True), (0, True)]
     assert steps[0].truncated == 1.0
-    assert (steps[0].staleness_mean, steps[0].staleness_max) == (0.0, 0)
+    assert (steps[0].staleness.tokens, steps[0].staleness.max, steps[0].staleness.histogram) == (0, 0, ())
     assert masked.tally.digests == {}
     ledger = masked.buffer.ledger
     assert ledger.balanced

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from forge_async.config import Config
 from forge_async.errors import RunFailed
 from forge_async.journal import Journal
 from forge_async.mesh import ActorDied
@@ -63,3 +64,20 @@ async def test_a_trainer_that_dies_while_it_saves_ends_the_run_as_failed():
     run.trainer = SimpleNamespace(call=call)
     with pytest.raises(RunFailed, match=r"the trainer failed in 'save_checkpoint': .*process 7 ended"):
         await run._ask_trainer("save_checkpoint", "folder", {})
+
+
+def test_an_answer_cap_below_what_the_task_needs_is_named_within_the_first_step():
+    """CASES: 97% truncated."""
+    warnings: list[str] = []
+    run = object.__new__(Run)
+    run.config = Config()
+    run._warned_truncated = False
+    run._events = SimpleNamespace(write=lambda *args, **fields: None)
+    run.console = SimpleNamespace(warn=warnings.append)
+    step = SimpleNamespace(
+        index=1, stats=SimpleNamespace(version=1), reward=0.0, truncated=0.97, staleness=SimpleNamespace(max=0)
+    )
+    for _ in range(3):
+        run._note(step)
+    (warning,) = warnings
+    assert "97% of the completions ended at policy.sampling.max_tokens" in warning

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from forge_async.buffer.selection import UNFINISHED, FateCounts, Selection, Strata
 from forge_async.errors import ForgeError
 
 
@@ -27,8 +28,9 @@ class Ledger:
         """Prompts whose group was part of an optimizer step."""
         self.dropped: Counter[str] = Counter()
         """Prompts given up, by reason."""
-        self._in_flight: dict[str, None] = {}  # a dict keeps the order of admission
+        self._in_flight: dict[str, dict[str, str]] = {}  # strata by id, in order of admission
         self._fates: dict[str, str] = {}
+        self._counts = FateCounts()
 
     @property
     def in_flight(self) -> int:
@@ -39,14 +41,19 @@ class Ledger:
     def balanced(self) -> bool:
         return self.admitted == self.trained + sum(self.dropped.values()) + len(self._in_flight)
 
-    def admit(self, prompt_id: str) -> None:
+    def admit(self, prompt_id: str, strata: Strata | None = None) -> None:
         """Open an account for ``prompt_id``, which is unique per occurrence of a dataset row."""
         if prompt_id in self._in_flight:
             raise LedgerError(f"prompt {prompt_id} was admitted twice: its fate is still open.")
         if prompt_id in self._fates:
             raise LedgerError(f"prompt {prompt_id} was admitted again after it was {self._fates[prompt_id]}.")
-        self._in_flight[prompt_id] = None
+        self._in_flight[prompt_id] = dict(strata or {})
         self.admitted += 1
+
+    def finish(self, prompt_id: str, completion_tokens: str) -> None:
+        """Note the stratum of the completions' length; of several times (the prompt was generated anew) the last one
+        counts."""
+        self._in_flight[prompt_id]["completion_tokens"] = completion_tokens
 
     def train(self, prompt_id: str) -> None:
         self._close(prompt_id, "trained")
@@ -68,8 +75,15 @@ class Ledger:
             earlier = self._fates.get(prompt_id)
             history = f"it is already {earlier}" if earlier else "it was never admitted"
             raise LedgerError(f"prompt {prompt_id} cannot be {fate}: {history}.")
-        del self._in_flight[prompt_id]
+        strata = self._in_flight.pop(prompt_id)
         self._fates[prompt_id] = fate
+        if strata:
+            self._counts.add({"completion_tokens": UNFINISHED, **strata}, trained=fate == "trained")
+
+    def selection(self) -> dict[str, Selection]:
+        """Submitted against trained by ``task``, ``prompt_tokens`` and ``completion_tokens``. Prompts in flight count
+        as submitted; in the last one only once their completions are there."""
+        return self._counts.selection(self._in_flight.values())
 
     def summary(self) -> dict[str, Any]:
         """``{"admitted": n, "trained": n, "dropped": {reason: n}}``, as in a run's ``summary.json``."""
@@ -77,7 +91,7 @@ class Ledger:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps (plain JSON data): counts, and the ids whose fate is open, in order of admission."""
-        return {**self.summary(), "in_flight": list(self._in_flight)}
+        return {**self.summary(), "in_flight": list(self._in_flight), "strata": self._counts.state()}
 
     def restore(self, state: dict[str, Any]) -> list[str]:
         """Take over a checkpoint's counts; returns the ids whose fate was open.
@@ -94,4 +108,5 @@ class Ledger:
         self.admitted = int(state["admitted"]) - len(open_ids)
         if not self.balanced:
             raise LedgerError(f"the checkpoint's ledger does not balance: {state}.")
+        self._counts = FateCounts.restored(state["strata"])
         return open_ids

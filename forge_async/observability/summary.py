@@ -40,6 +40,10 @@ class Summary:
     staleness_bound: int = 0
     staleness_max: int = 0
     """Largest staleness of any trained token, versions."""
+    kv_staleness_max: int = 0
+    """The same of the oldest keys and values any trained token attended to."""
+    staleness_histogram: Sequence[int] = ()
+    """Trained tokens of staleness 0, 1, 2, ..."""
     digest_mismatches: int = 0
     admitted: int = 0
     """Prompts taken from the dataset into the run."""
@@ -47,6 +51,12 @@ class Summary:
     """Prompts whose group was trained on."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Prompts by the reason why they were not."""
+    requeued_requests: int = 0
+    """Requests sent again because their replica died."""
+    retried: int = 0
+    """Prompts generated anew because their work was lost."""
+    selection_bias: Mapping[str, Any] = field(default_factory=dict)
+    """Trained against submitted prompts by attribute: ``buffer.selection.Selection.to_dict``."""
     idle_trainer: float = 0.0
     """Share of ``wall_s`` in which the trainer did nothing."""
     idle_generators: Sequence[float] = ()
@@ -82,9 +92,16 @@ class Summary:
                 "discarded": self.discarded_tokens,
                 "recomputed": self.recomputed_tokens,
             },
-            "staleness": {"bound": self.staleness_bound, "max_seen": self.staleness_max},
+            "staleness": {
+                "bound": self.staleness_bound,
+                "max_seen": self.staleness_max,
+                "kv_max_seen": self.kv_staleness_max,
+                "histogram": list(self.staleness_histogram),
+            },
             "digest_mismatches": self.digest_mismatches,
             "ledger": {"admitted": self.admitted, "trained": self.trained, "dropped": dict(self.dropped)},
+            "requeued": {"requests": self.requeued_requests, "prompts": self.retried},
+            "selection_bias": dict(self.selection_bias),
             "idle_share": {"trainer": self.idle_trainer, "generators": list(self.idle_generators)},
             "tokens_per_s": {"generated": self.generated_tokens_per_s, "trained": self.trained_tokens_per_s},
         }

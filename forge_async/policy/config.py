@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forge_async.errors import require
 from forge_async.policy.updates import KV, MODES, RULES, UpdateRules
@@ -12,7 +12,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How one completion is sampled. Names, meanings and defaults are those of vLLM's ``SamplingParams``."""
+    """How one completion is sampled. Names, meanings and defaults are those of vLLM's ``SamplingParams``.
+
+    The order is vLLM's: min_tokens takes end tokens away, logits are divided by the temperature, then min_p, top_k and
+    top_p (over what top_k has left) choose the tokens that are kept. Settings that shift single logits (penalties,
+    logit_bias) do not exist here: which tokens were kept does not tell by how much, so no trainer could replay them.
+    """
 
     temperature: float = 1.0
     """Divides the logits before the softmax; 0 is greedy decoding."""
@@ -30,6 +35,10 @@ class SamplingConfig:
     """Token ids that end a completion, beside the model's own end tokens; the sampled id is part of the completion."""
     ignore_eos: bool = False
     """Go on past the model's end tokens (for measurements)."""
+    sampling_mask: bool = True
+    """Record which tokens were kept, where top_p, top_k, min_p or min_tokens leave some out, so that the trainer's
+    softmax can run over the same ones. Off, the trainer's log-probs are of another distribution, and training is
+    biased."""
 
     def __post_init__(self) -> None:
         require(self.temperature >= 0, "temperature", self.temperature, "at least 0")
@@ -51,6 +60,21 @@ class SamplingConfig:
             f"between 0 and max_tokens ({self.max_tokens})",
         )
         require(all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "token ids, 0 or more")
+
+    @property
+    def restricting(self) -> dict[str, float]:
+        """The settings, with their values, by which some tokens cannot be sampled."""
+        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
+        return {name: getattr(self, name) for name, value in neutral.items() if getattr(self, name) != value}
+
+    @property
+    def records_mask(self) -> bool:
+        """Whether completions come with a sampling mask. Greedy ones do not: they cannot be trained on."""
+        return self.sampling_mask and self.temperature > 0 and bool(self.restricting)
+
+    def unrestricted(self) -> SamplingConfig:
+        """The same, with every token kept."""
+        return replace(self, top_p=1.0, top_k=0, min_p=0.0, min_tokens=0)
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ class PolicyEngine:
         self.weights: LiveWeights
         """Set by :meth:`start`."""
         self._vocabulary = 0
+        self._native_mask = False
+        """vLLM records the sampling masks itself."""
         self._engine: LLMEngine
         self._requests = Requests(config.max_num_seqs, version)
         self._inbox = Inbox()
@@ -116,6 +118,7 @@ class PolicyEngine:
             seed: makes the request's own draws reproducible; None draws from the engine's generator.
         Raises:
             DataError: the prompt is empty, too long, or has ids outside of the vocabulary.
+            ConfigError: the tokens that ``sampling`` keeps cannot be recorded; the message names the remedy.
             EngineDied: the engine thread has ended.
         """
         sampling = sampling or self.config.sampling
@@ -131,7 +134,8 @@ class PolicyEngine:
             raise DataError(
                 f"{name}: token ids must be in 0..{self._vocabulary - 1}, found {prompt.min()}..{prompt.max()}"
             )
-        request = Request(name, prompt, sampling_params(sampling, seed), Future())
+        params = sampling_params(sampling, seed, self._vocabulary, self._native_mask)
+        request = Request(name, prompt, params, Future(), sampling.records_mask)
         self._inbox.post("submit", request)
         return request.future
 
@@ -256,7 +260,12 @@ class PolicyEngine:
         heads = checkpoint.read_config(self.model_path)["num_attention_heads"]
         assert isinstance(heads, int)
         require(heads % ranks == 0, "tensor_parallel_size", ranks, f"a divisor of num_attention_heads ({heads})")
+        self._native_mask = config.sampling.records_mask and vllm_compat.has_native_mask()
+        vocabulary = checkpoint.read_config(self.model_path)["vocab_size"]
+        assert isinstance(vocabulary, int)
+        vllm_compat.mask_params(config.sampling, vocabulary, self._native_mask)  # refused before anything is loaded
         self._engine = self._requests.vllm = vllm_compat.build_engine(
+            return_sampling_mask=self._native_mask,
             model=self.model_path,
             dtype=config.dtype,
             enforce_eager=config.enforce_eager,
@@ -291,7 +300,8 @@ class PolicyEngine:
         sampling = SamplingConfig(max_tokens=4, ignore_eos=True)
         for i in range(min(4, self.config.max_num_seqs)):
             prompt = np.full(min(8, self.config.max_model_len - 4) or 1, i % self._vocabulary, dtype=np.int32)
-            self._requests.accept(Request(f"warm-up-{i}", prompt, sampling_params(sampling, None), Future()))
+            params = sampling_params(sampling, None, self._vocabulary, self._native_mask)
+            self._requests.accept(Request(f"warm-up-{i}", prompt, params, Future()))
         while self._requests.names:
             self._requests.admit(salt="warm-up")
             self._requests.step()

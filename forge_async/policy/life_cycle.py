@@ -149,15 +149,7 @@ class Requests:
             self.waiting.appendleft(request)
 
     def _append(self, request: Request, output: RequestOutput) -> None:
-        sample = output.outputs[0]
-        new = list(sample.token_ids)
-        if not new:
-            return
-        assert sample.logprobs is not None
-        request.token_ids += new
-        request.logprobs += [position[token].logprob for token, position in zip(new, sample.logprobs, strict=True)]
-        request.versions += [self.version] * len(new)
-        request.kv_versions += [request.kv_version] * len(new)
+        new = request.append(output.outputs[0], self.version)
         self.sampled = zlib.crc32(np.asarray(new, dtype=np.int32).tobytes(), self.sampled)
         self.counters.generated_tokens += len(new)
 

@@ -106,21 +106,19 @@ class TurnSchedule:
         expected_sampled, entries = self._turns[turn]
         if sampled != expected_sampled:
             raise Diverged(f"turn {turn}: the tokens sampled before it are not those recorded")
-        found = {tuple(entry(command)[:2]): command for command in inbox}
-        commands: list[Command] = []
+        left, commands = [(entry(command), command) for command in inbox], []
         for item in entries:
             if item[0] in UNASKED:
                 commands.append((item[0], item[1] if len(item) > 1 else None))
                 continue
-            command = found.get(tuple(item[:2]))
-            if command is None:
+            place = next((place for place, (here, _) in enumerate(left) if here[:2] == item[:2]), None)
+            if place is None:
                 return None
-            if entry(command) != item:
-                raise Diverged(f"turn {turn}: {item[0]} {item[1]} is {entry(command)[2:]}, recorded was {item[2:]}")
+            here, command = left.pop(place)
+            if here != item:
+                raise Diverged(f"turn {turn}: {item[0]} {item[1]} is {here[2:]}, recorded was {item[2:]}")
             commands.append(command)
-        for command in commands:
-            if command in inbox:
-                inbox.remove(command)
+        inbox[:] = [command for _, command in left]
         return commands
 
     def missing(self, turn: int, inbox: Sequence[Command]) -> str:

@@ -12,6 +12,10 @@
 4. ``allow_seeds_in_split_prefills``: a prefill that is split over several passes samples a token after each part, and
    vLLM takes a seeded request's draw for it back in a way that CPU generators lack, which ends the engine. With the
    patch nothing is drawn. ``tests/policy/test_update_modes.py::test_seeds_in_split_prefills`` covers it.
+5. ``mask_params`` and ``kept_ids``: the tokens that the sampler kept. The GPU model runner records them
+   (``return_sampling_mask``), the CPU one does not: there the likeliest log-probs of the processed distribution are
+   asked for, and those of -inf dropped. Needed until the CPU runner records masks.
+   ``tests/policy/test_engine.py::test_the_recorded_mask_is_the_set_that_was_kept`` covers it.
 """
 
 from __future__ import annotations
@@ -19,11 +23,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
+from forge_async.errors import require
+from forge_async.policy.config import SamplingConfig
+
 if TYPE_CHECKING:
-    from vllm import LLMEngine
+    from vllm import CompletionOutput, LLMEngine
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process: weights are swapped in place
@@ -58,7 +66,9 @@ def build_engine(exchangeable: bool = True, **engine_args: Any) -> LLMEngine:
             keep_layers_exchangeable()
     if engine_args.get("enforce_eager") is None:
         engine_args["enforce_eager"] = on_cpu
-    if not on_cpu:
+    if on_cpu:
+        engine_args["max_logprobs"] = -1  # as many as a mask needs
+    else:
         engine_args.setdefault("moe_backend", "triton")  # keeps experts in the order load_weights writes them
     return LLMEngine.from_engine_args(
         EngineArgs(
@@ -70,6 +80,65 @@ def build_engine(exchangeable: bool = True, **engine_args: Any) -> LLMEngine:
             **engine_args,
         )
     )
+
+
+SMALL_VOCABULARY = 1024
+"""Up to this size every id's log-prob can be told for every token."""
+
+TIES = 8
+"""Log-probs asked for beyond top_k: the CPU sampler keeps all tokens that tie with the k-th likeliest. Beyond these
+a mask is known to be incomplete."""
+
+
+def has_native_mask() -> bool:
+    """Whether vLLM's model runner here records sampling masks itself."""
+    prepare_environment()
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()
+
+
+def mask_params(sampling: SamplingConfig, vocabulary: int, native: bool) -> dict[str, int]:
+    """``top_k`` and ``logprobs`` of a request, such that the kept tokens are told where they are to be recorded.
+
+    Raises:
+        ConfigError: there is no way with these settings.
+    """
+    recorded = sampling.records_mask
+    require(
+        not recorded or sampling.top_k > 0 or (vocabulary <= SMALL_VOCABULARY and not native),
+        "sampling.top_k",
+        sampling.top_k,
+        f"above 0 (with {', '.join(f'{name} {value:g}' for name, value in sampling.restricting.items())} and a "
+        f"vocabulary of {vocabulary})",
+        "Any number of tokens may be kept without it, too many to record. Set e.g. policy.sampling.top_k=100, or "
+        "policy.sampling.sampling_mask=false, which trains with a bias.",
+    )
+    if native:  # such an engine wants top_k of every request; the sampled token's log-prob is enough
+        return {"top_k": sampling.top_k or vocabulary, "logprobs": 0}
+    wanted = (sampling.top_k + TIES if sampling.top_k else vocabulary) if recorded else 0
+    return {"top_k": sampling.top_k, "logprobs": min(wanted, vocabulary)}
+
+
+def kept_ids(sample: CompletionOutput) -> tuple[list[np.ndarray], list[bool]]:
+    """For each new token the ids that the sampler kept, int32, and whether these are all of them.
+
+    They are incomplete where more tokens tie with the k-th likeliest than log-probs were asked for: their
+    probabilities do not sum to 1 then.
+    """
+    if sample.sampling_mask is not None:
+        kept = [np.asarray(ids, dtype=np.int32) for ids in sample.sampling_mask.token_ids]
+        return kept, [True] * len(kept)
+    told: Any = sample.logprobs
+    kept, complete = [], []
+    for start, end in zip(told.start_indices, told.end_indices, strict=True):
+        ids = np.array(told.token_ids[start:end], dtype=np.int32)
+        logprobs = np.array(told.logprobs[start:end])
+        use = np.isfinite(logprobs)
+        use[1:] &= ids[1:] != ids[0]  # the sampled token comes first, and again among the likeliest
+        kept.append(ids[use])
+        complete.append(abs(float(np.exp(logprobs[use]).sum()) - 1) < 1e-3)
+    return kept, complete
 
 
 def model_of(engine: LLMEngine) -> torch.nn.Module:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from forge_async.buffer import PromptTooLong, RolloutBuffer
+from forge_async.buffer.gate import Versions, gate
 from forge_async.config import Config
 from forge_async.journal import Line
 from forge_async.policy.turns import Diverged
@@ -83,7 +84,12 @@ class RecordedBuffer(RolloutBuffer):
                 await self._changed.wait()
 
     def _group(self, prompt_id: str, attempt: int, episode_ids: list[str]) -> Group:
-        group = self._finished[prompt_id][attempt - 1]
+        finished = self._finished[prompt_id][attempt - 1]
+        # What the gate decides follows from versions, not from time.
+        versions = [Versions.of(episode) for episode in finished.episodes]
+        group = gate(finished, versions, self.trainer_version, self.config).group
+        if group is None:
+            raise Diverged(f"step {self._taken + 1}: prompt {prompt_id} of the batch is too old here")
         episodes = {episode.episode_id: episode for episode in group.episodes}
         for episode_id in episode_ids:
             if episode_id not in episodes:

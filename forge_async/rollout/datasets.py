@@ -91,11 +91,14 @@ class PromptSource(Iterator[Prompt]):
         return prompts
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, as plain JSON data. Prompts whose fate is open are the ledger's to remember."""
-        return {"next": self._next, "seed": self.seed, "rows": len(self.rows), "digest": self._digest()}
+        """Where it stands, as plain JSON data: ``again`` are occurrences to issue first, left over from a resume.
+        Prompts that were issued and whose fate is open are the ledger's to remember."""
+        again = self._again[::-1]
+        return {"next": self._next, "again": again, "seed": self.seed, "rows": len(self.rows), "digest": self._digest()}
 
     def restore(self, state: dict[str, Any], unfinished: Iterable[str] = ()) -> None:
-        """Go on where ``state`` was taken; the prompts ``unfinished`` (ids) are issued again first, in that order.
+        """Go on where ``state`` was taken; the prompts ``unfinished`` (ids) are issued again first, in that order, then
+        those which an earlier resume had still to issue.
 
         Raises:
             DataError: the dataset or its order is not the one of ``state``.
@@ -108,7 +111,8 @@ class PromptSource(Iterator[Prompt]):
                     f"{here[key]}. Restore the dataset's settings and files, or start a new run."
                 )
         self._next = int(state["next"])
-        self._again = [self._occurrence(prompt_id) for prompt_id in reversed(list(unfinished))]
+        again = [*(self._occurrence(prompt_id) for prompt_id in unfinished), *map(int, state["again"])]
+        self._again = again[::-1]
 
     def _digest(self) -> str:
         """Over at most 64 rows spread over the dataset, and the settings which give a row its place and its wording."""
@@ -145,7 +149,7 @@ class PromptSource(Iterator[Prompt]):
             )
             if self.config.overlong_prompts == "error":
                 raise DataError(message + " dataset.overlong_prompts=drop leaves such prompts out.")
-            raise PromptTooLong(prompt_id, message)
+            raise PromptTooLong(prompt_id, message, str(row.metadata.get("task", "")), len(token_ids))
         return Prompt(prompt_id, messages, token_ids, row.answer, row.metadata)
 
 

@@ -102,7 +102,8 @@ def check_completion(completion: Completion, episode_id: str) -> None:
     """Refuse a completion that cannot be trained.
 
     Raises:
-        DataError: it was aborted, is empty, or a per-token record is missing or of another length.
+        DataError: it was aborted, is empty, a per-token record is missing or of another length, or the sampling mask
+            lacks a sampled token.
     """
     count = len(completion.token_ids)
     if completion.finish_reason == "abort":
@@ -114,3 +115,14 @@ def check_completion(completion: Completion, episode_id: str) -> None:
         if entries is None or len(entries) != count:
             have = "none" if entries is None else len(entries)
             raise DataError(f"episode {episode_id}: {name} has {have} entries for {count} sampled tokens.")
+    mask = completion.sampling_mask
+    if mask is None:
+        return
+    if len(mask) != count:
+        raise DataError(f"episode {episode_id}: sampling_mask has {len(mask)} entries for {count} sampled tokens.")
+    kept = mask.has(completion.token_ids)
+    if not kept.all():
+        at = int(kept.argmin())
+        raise DataError(
+            f"episode {episode_id}: sampled token {at} (id {completion.token_ids[at]}) is not in its own sampling mask."
+        )

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from forge_async.errors import DataError
 from forge_async.rollout.rollout import check_completion
-from forge_async.types import Completion, Episode, Group, TrainingSequence
+from forge_async.types import Completion, Episode, Group, SamplingMask, TrainingSequence
 
 
 def training_sequences(
     group: Group, advantages: Sequence[float], temperature: float = 1.0, truncated: str = "keep"
 ) -> list[TrainingSequence]:
     """One sequence per episode; more where a later turn's prompt does not continue the earlier tokens (a fork).
+
+    Tokens older than their episode's ``trained_since`` have no loss.
 
     Args:
         advantages: one number per episode of the group, given to each of its sampled tokens.
@@ -37,8 +40,17 @@ def training_sequences(
             raise DataError(f"episode {episode.episode_id}: it has no turn, so nothing of it can be trained.")
         if truncated == "mask" and episode.truncated:
             continue
-        sequences.extend(_episode_sequences(episode, float(advantage), temperature))
+        made = _episode_sequences(episode, float(advantage), temperature)
+        sequences.extend(_since(made, episode.trained_since) if episode.trained_since else made)
     return sequences
+
+
+def _since(sequences: Sequence[TrainingSequence], version: int) -> Iterator[TrainingSequence]:
+    """Leave tokens older than ``version`` out of the loss; a sequence with no other token is left out itself."""
+    for sequence in sequences:
+        mask = sequence.loss_mask & (sequence.policy_versions >= version)
+        if mask.any():
+            yield replace(sequence, loss_mask=mask)
 
 
 def _episode_sequences(episode: Episode, advantage: float, temperature: float) -> list[TrainingSequence]:
@@ -54,7 +66,10 @@ def _episode_sequences(episode: Episode, advantage: float, temperature: float) -
             chains.append([completion])
         tokens = prompt + completion.token_ids.tolist()
     return [
-        _join(chain, episode.episode_id + (f"/{index}" if index else ""), advantage, temperature)
+        replace(
+            _join(chain, episode.episode_id + (f"/{index}" if index else ""), advantage, temperature),
+            episode_id=episode.episode_id,
+        )
         for index, chain in enumerate(chains)
     ]
 
@@ -75,4 +90,21 @@ def _join(chain: Sequence[Completion], sequence_id: str, advantage: float, tempe
         logprobs[sampled] = completion.logprobs
         versions[sampled] = completion.policy_versions
         advantages[sampled] = advantage
-    return TrainingSequence(sequence_id, token_ids, loss_mask, logprobs, versions, advantages, temperature)
+    return TrainingSequence(
+        sequence_id, token_ids, loss_mask, logprobs, versions, advantages, temperature, sampling_mask(chain)
+    )
+
+
+def sampling_mask(chain: Sequence[Completion]) -> SamplingMask | None:
+    """Kept ids of every token of a sequence that ends with the last completion; None where none has any recorded.
+
+    Tokens of prompts, replies and unrecorded completions have the whole vocabulary.
+    """
+    if all(completion.sampling_mask is None for completion in chain):
+        return None
+    parts, done = [], 0
+    for completion in chain:
+        start, count = len(completion.prompt_token_ids), len(completion.token_ids)
+        parts += [SamplingMask.whole(start - done), completion.sampling_mask or SamplingMask.whole(count)]
+        done = start + count
+    return SamplingMask.join(parts)

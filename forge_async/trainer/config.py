@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from forge_async.errors import require
+from forge_async.trainer.loss_config import LossConfig
 
 DTYPES = ("float32", "bfloat16")
 DECAYS = ("constant", "linear", "cosine")
@@ -77,28 +78,6 @@ class OptimizerConfig:
         progress = min(1.0, (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
         left = 1 - progress if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return self.min_lr_factor + (1 - self.min_lr_factor) * left
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """GRPO's advantages and clipped surrogate."""
-
-    normalize_std: bool = True
-    """Divide advantages by their group's standard deviation (GRPO); false leaves them centred only (Dr. GRPO)."""
-    clip_low: float = 0.2
-    """The ratio is clipped from below at ``1 - clip_low``."""
-    clip_high: float = 0.2
-    """The ratio is clipped from above at ``1 + clip_high``; larger than ``clip_low`` favours exploration (DAPO)."""
-    max_ratio: float = 10.0
-    """Ratio at which the loss of a token with negative advantage stops growing (dual clip); above 1 + clip_high."""
-    max_log_ratio: float = 20.0
-    """Log-ratios are clamped to +- this before the exponential, so that no ratio overflows."""
-
-    def __post_init__(self) -> None:
-        require(0 <= self.clip_low <= 1, "clip_low", self.clip_low, "between 0 and 1")
-        require(self.clip_high >= 0, "clip_high", self.clip_high, "0 or more")
-        require(self.max_ratio > 1 + self.clip_high, "max_ratio", self.max_ratio, "above 1 + clip_high")
-        require(0 < self.max_log_ratio <= 80, "max_log_ratio", self.max_log_ratio, "above 0 and at most 80")
 
 
 @dataclass(frozen=True)

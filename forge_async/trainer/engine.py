@@ -12,28 +12,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from forge_async.errors import ConfigError, DataError, RunFailed
+from forge_async.errors import DataError, RunFailed
 from forge_async.trainer import titan_compat as titan
 from forge_async.trainer import weights
+from forge_async.trainer.aggregation import LossWeights, loss_weights
+from forge_async.trainer.build import ModelBuilder, trainer_device
 from forge_async.trainer.checkpoint import load_checkpoint, save_checkpoint
 from forge_async.trainer.config import TrainerConfig
-from forge_async.trainer.logprobs import Predictions
-from forge_async.trainer.loss import TokenSums, cross_entropy_loss, grpo_loss
-from forge_async.trainer.model import check_parallelism, model_spec, read_hf_config
-from forge_async.trainer.packing import PackedRow, pack, pad_row
+from forge_async.trainer.logprobs import KeptIds, Predictions
+from forge_async.trainer.loss import METRICS, LossFunction, LossSums, PolicyTokens, cross_entropy_loss, policy_loss
+from forge_async.trainer.model import check_parallelism, check_reference, read_hf_config
+from forge_async.trainer.packing import PackedRow, pack, pad_row, plain_row
 from forge_async.trainer.segments import attention_layout
 from forge_async.types import StepStats, TrainingSequence
+
+RowLoss = Callable[[PackedRow, LossWeights], LossSums]
+"""Forward pass and loss of one row."""
 
 
 class TrainerEngine:
@@ -57,134 +63,130 @@ class TrainerEngine:
         """Where parameters lay, and the shards that view them, which serve again while they lie there."""
         self.before_update: Callable[[], None] = lambda: None
         """Called before parameters change: whoever reads them beside training may hold the change up."""
-        self.hf_config = read_hf_config(model_path)
-        self.device = _device(config)
+        self.loss_function: LossFunction = policy_loss
+        self.device = trainer_device(config)
         self.rank = int(os.environ.get("RANK", "0")) if config.procs > 1 else 0
         self.world_size = config.procs
-        self.data_rank, self.data_ranks = 0, 1
-        """This rank's share of the rows, and how many shares there are."""
-        self._data_group: dist.ProcessGroup | None = None
-        titan.quiet_titan()
-        titan.distributed_utils.set_spmd_backend("partial_dtensor")
+        self.hf_config = read_hf_config(model_path)
+        penalised = config.loss.kl.coefficient > 0
+        reference_path = Path(config.loss.kl.reference or model_path)
+        reference_config = read_hf_config(reference_path) if penalised else self.hf_config
+        check_reference(self.hf_config, reference_config, reference_path)
+        for each in (self.hf_config, reference_config):
+            check_parallelism(each, config.parallelism)
+        limits = [each.get("max_position_embeddings", math.inf) for each in (self.hf_config, reference_config)]
+        self.max_sequence_tokens = min(config.max_sequence_tokens, *limits)
         torch.manual_seed(seed)
-        self.max_sequence_tokens = min(
-            config.max_sequence_tokens, self.hf_config.get("max_position_embeddings", config.max_sequence_tokens)
-        )
-        self._attention = "varlen" if config.attention == "varlen" else "segments"
-        check_parallelism(self.hf_config, config.parallelism)
-        spec = model_spec(self.hf_config, max_sequence_tokens=self.max_sequence_tokens, attention=self._attention)
-        self.model = self._build(spec)
-        self.adapter = spec.state_dict_adapter(spec.model, None)
-        weights.load_hf_weights(self.model, self.adapter, self.model_path)
+        builder = ModelBuilder(config, self.device, self.max_sequence_tokens)
+        self.data_rank, self.data_ranks, self._data_group = builder.data_rank, builder.data_ranks, builder.data_group
+        self.model, self.adapter = builder.build(self.hf_config, self.model_path)
+        self.reference: torch.nn.Module | None = None
+        """The frozen model that a KL penalty refers to, laid out as the trained one."""
+        if penalised:
+            self.reference = builder.build(reference_config, reference_path)[0].requires_grad_(False)
         optimizer = config.optimizer
-        builder = titan.default_adamw(
+        adamw = titan.default_adamw(
             lr=optimizer.lr, betas=tuple(optimizer.betas), eps=optimizer.eps, weight_decay=optimizer.weight_decay
         )
-        self.optimizers = builder.build(model_parts=[self.model])
+        self.optimizers = adamw.build(model_parts=[self.model])
         self.schedulers = titan.LRSchedulersContainer(
             self.optimizers, lambda step: optimizer.factor(step, self.total_steps)
         )
 
-    def _build(self, spec: Any) -> torch.nn.Module:
-        """Meta device, shard, materialise: so that no rank ever holds the whole model."""
-        sharded = self.world_size > 1 or self.config.dtype != "float32"
-        if sharded:
-            parallel, training = self._titan_settings()
-            world = titan.distributed_utils.init_distributed(titan.CommConfig(trace_buf_size=0))
-            if world != self.world_size:
-                raise ConfigError("procs", self.world_size, f"the number of processes started, {world}")
-            dimensions = titan.ParallelDims.from_config(parallel, world)
-            data_mesh = dimensions.get_optional_mesh("batch")
-            if data_mesh is not None:
-                self.data_rank, self.data_ranks = data_mesh.get_local_rank(), data_mesh.size()
-                self._data_group = data_mesh.get_group()
-            settings = SimpleNamespace(parallelism=parallel, training=training, debug=titan.DebugConfig())
-            spec.model.update_from_config(config=settings)
-        with torch.device("meta"), titan.titan_utils.set_default_dtype(torch.float32):
-            model = spec.model.build()
-        if sharded:
-            titan.keep_tied(model)
-            model = spec.parallelize_fn(
-                model,
-                parallel_dims=dimensions,
-                training=training,
-                parallelism=parallel,
-                compile_config=titan.CompileConfig(),
-                ac_config=None,
-                dump_folder="",
-            )
-            if dist.get_backend() == "gloo":
-                titan.use_plain_sums(model)
-        model.to_empty(device=self.device)
-        with torch.no_grad():
-            model.init_states(buffer_device=None)
-        return model.train()
-
-    def _titan_settings(self) -> tuple[Any, Any]:
-        if self.world_size == 1:
-            alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-            for name, value in alone.items():
-                os.environ.setdefault(name, value)
-        parallel = titan.ParallelismConfig(
-            data_parallel_shard_degree=self.config.parallelism.dp_shard,
-            data_parallel_replicate_degree=self.config.parallelism.dp_replicate,
-            tensor_parallel_degree=self.config.parallelism.tp,
-            expert_parallel_degree=self.config.parallelism.ep,
-            spmd_backend="partial_dtensor",
-        )
-        training = titan.TrainingConfig(
-            dtype="float32", mixed_precision_param=self.config.dtype, seq_len=self.max_sequence_tokens
-        )
-        return parallel, training
-
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def step(self, sequences: list[TrainingSequence]) -> StepStats:
-        """One GRPO step (:func:`grpo_loss`) over the number of countable tokens of all ``sequences``. Collective.
+        """One step of ``config.loss`` (:func:`policy_loss`) over all ``sequences``. Collective.
 
         Without a countable token nothing happens: no optimizer step, the version stays, the stats say ``skipped``.
         """
-        counted, nonfinite = 0, 0
-        for sequence in sequences:
-            finite = np.isfinite(sequence.logprobs[sequence.loss_mask])
-            counted += int(finite.sum())
-            nonfinite += int((~finite).sum())
-
-        def loss(row: PackedRow, logprob_K: torch.Tensor, entropy_K: torch.Tensor) -> TokenSums:
-            behaviour_K = torch.from_numpy(row.behaviour).to(self.device)
-            advantage_K = torch.from_numpy(row.advantage).to(self.device)
-            return grpo_loss(logprob_K, entropy_K, behaviour_K, advantage_K, self.config.loss)
-
-        return self._optimize(sequences, loss, counted, nonfinite)
+        return self._optimize(sequences, self.loss_weights(sequences), self._policy_sums(sequences))
 
     def sft_step(self, sequences: list[TrainingSequence]) -> StepStats:
         """One supervised step: mean cross entropy of the tokens under the loss mask. Collective."""
+        count = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
+        weighted = LossWeights(np.ones(len(sequences), np.float32), float(count), count)
+        return self._optimize(sequences, weighted, lambda row, weighted: cross_entropy_loss(*self._forward(row)))
 
-        def loss(row: PackedRow, logprob_K: torch.Tensor, entropy_K: torch.Tensor) -> TokenSums:
-            return cross_entropy_loss(logprob_K, entropy_K)
+    def gradient(self, sequences: list[TrainingSequence]) -> dict[str, torch.Tensor]:
+        """The gradient a :meth:`step` would apply, before clipping: whole tensors by parameter, on the CPU. Collective.
 
-        return self._optimize(sequences, loss, sum(int(sequence.loss_mask.sum()) for sequence in sequences), 0)
+        Nothing changes. Empty where no token counts.
+        """
+        weighted = self.loss_weights(sequences)
+        if not weighted.tokens:
+            return {}
+        self._accumulate(sequences, weighted, self._policy_sums(sequences))
+        return self.take_gradient()
 
-    def _optimize(self, sequences: list[TrainingSequence], loss: Any, counted: int, nonfinite: int) -> StepStats:
-        started = time.monotonic()
-        rows = self._rows(sequences) if counted else []
-        learning_rate = float(self.schedulers.schedulers[0].get_last_lr()[0])
-        if not counted:
-            return _skipped(self.version, learning_rate, nonfinite, time.monotonic() - started)
-        totals = dict.fromkeys(("loss", "ratio", "clipped", "entropy", "row_tokens"), 0.0)
-        ratio_max = 0.0
+    def take_gradient(self) -> dict[str, torch.Tensor]:
+        """What backward passes have added up, whole tensors on the CPU; the next ones begin at zero. Collective."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            gradient = parameter.grad
+            if gradient is not None:
+                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                found[name] = whole.detach().cpu().clone()
         self.optimizers.zero_grad()
-        for row in rows:
+        return found
+
+    def loss_weights(self, sequences: list[TrainingSequence]) -> LossWeights:
+        """How the losses of the tokens of ``sequences`` add up under ``config.loss``."""
+        length = self.config.loss.constant_length or self.config.max_sequence_tokens
+        return loss_weights(sequences, self.config.loss.resolved().aggregation, length)
+
+    def _policy_sums(self, sequences: list[TrainingSequence]) -> RowLoss:
+        parts = self.config.loss.resolved()
+        starts = np.cumsum([0, *(len(sequence.token_ids) for sequence in sequences)])
+        ages = [self.version - sequence.policy_versions for sequence in sequences]
+        age = np.concatenate([np.zeros(0), *ages]).astype(np.float32)
+
+        def loss(row: PackedRow, weighted: LossWeights) -> LossSums:
+            reference_K = None
+            if self.reference is not None:
+                with torch.no_grad():
+                    reference_K, _ = self._forward(row, self.reference)
             logprob_K, entropy_K = self._forward(row)
-            sums = loss(row, logprob_K, entropy_K)
-            (sums.loss / counted).backward()
-            totals["loss"] += float(sums.loss.detach())
-            totals["ratio"] += sums.ratio
-            totals["clipped"] += sums.clipped
-            totals["entropy"] += sums.entropy
-            totals["row_tokens"] += row.tokens if len(row.label) else 0
-            ratio_max = max(ratio_max, sums.ratio_max)
-        totals, ratio_max = self._reduce(totals, ratio_max)
+            found, index = np.unique(row.sequence_index, return_inverse=True)
+            tokens = PolicyTokens(
+                logprob_K=logprob_K,
+                entropy_K=entropy_K,
+                behaviour_K=self._to_device(row.behaviour),
+                advantage_K=self._to_device(row.advantage),
+                weight_K=self._to_device(weighted.weight_S[row.sequence_index]),
+                staleness_K=self._to_device(age[starts[row.sequence_index] + row.token_index]),
+                index_K=self._to_device(index),
+                sequences=len(found),
+                reference_K=reference_K,
+            )
+            return self.loss_function(tokens, parts)
+
+        return loss
+
+    def _accumulate(
+        self, sequences: list[TrainingSequence], weighted: LossWeights, loss: RowLoss
+    ) -> tuple[dict[str, float], float]:
+        """Add up the gradient of all rows; returns sums over all ranks, by metric, and the highest ratio."""
+        self.optimizers.zero_grad()
+        totals = torch.zeros(len(METRICS) + 1, dtype=torch.float64, device=self.device)
+        ratio_max = torch.zeros((), device=self.device)
+        for row in self._rows(sequences):
+            sums = loss(row, weighted)
+            (sums.loss / weighted.denominator).backward()
+            totals[:-1] += sums.totals
+            totals[-1] += row.tokens if len(row.label) else 0
+            ratio_max = torch.maximum(ratio_max, sums.ratio_max)
+        if self._data_group is not None:
+            dist.all_reduce(totals, group=self._data_group)
+            dist.all_reduce(ratio_max, op=dist.ReduceOp.MAX, group=self._data_group)
+        return dict(zip((*METRICS, "row_tokens"), totals.tolist(), strict=True)), float(ratio_max)
+
+    def _optimize(self, sequences: list[TrainingSequence], weighted: LossWeights, loss: RowLoss) -> StepStats:
+        started = time.monotonic()
+        learning_rate = float(self.schedulers.schedulers[0].get_last_lr()[0])
+        if not weighted.tokens:
+            return _skipped(self.version, learning_rate, weighted.nonfinite, time.monotonic() - started)
+        totals, ratio_max = self._accumulate(sequences, weighted, loss)
         grad_norm = float(
             titan.distributed_utils.clip_grad_norm_(
                 list(self.model.parameters()),
@@ -204,19 +206,28 @@ class TrainerEngine:
         self.schedulers.step()
         self.optimizers.zero_grad()
         self.version += 1
+        mean = {name: totals[name] / weighted.tokens for name in METRICS}
         return StepStats(
             version=self.version,
-            loss=totals["loss"] / counted,
+            loss=totals["loss"] / weighted.denominator,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            ratio_mean=totals["ratio"] / counted,
+            ratio_mean=mean["ratio"],
             ratio_max=ratio_max,
-            clip_fraction=totals["clipped"] / counted,
-            entropy=totals["entropy"] / counted,
-            trained_tokens=counted,
+            clip_fraction=mean["clipped_low"] + mean["clipped_high"],
+            entropy=mean["entropy"],
+            trained_tokens=weighted.tokens,
             total_tokens=int(totals["row_tokens"]),
-            nonfinite_tokens=nonfinite,
+            nonfinite_tokens=weighted.nonfinite,
             wall_s=time.monotonic() - started,
+            clip_fraction_low=mean["clipped_low"],
+            clip_fraction_high=mean["clipped_high"],
+            effective_sample_size=mean["ratio"] ** 2 / mean["ratio_squared"],
+            truncated_fraction=mean["truncated"],
+            masked_fraction=mean["masked"],
+            mismatch_kl_k1=mean["mismatch_k1"],
+            mismatch_kl_k3=mean["mismatch_k3"],
+            reference_kl=mean["reference_kl"],
         )
 
     @torch.no_grad()
@@ -250,24 +261,26 @@ class TrainerEngine:
             sequences,
             self.config.micro_batch_tokens,
             ranks=self.data_ranks,
-            share_prefixes=self.config.share_prompts and self._attention == "segments",
+            share_prefixes=self.config.share_prompts and self.config.attention != "varlen",
             every_token=every_token,
         )
         return rows[self.data_rank]
 
-    def _forward(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of the row's predictions, float32 [K] each."""
+    def _forward(self, row: PackedRow, model: torch.nn.Module | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of the row's predictions, float32 [K] each, by default of the trained model."""
+        model = model or self.model
         tokens, positions, masks = self._inputs(row)
-        self.model.lm_head.predictions = Predictions(
+        model.lm_head.predictions = Predictions(
             source_K=torch.from_numpy(row.source).to(self.device),
             label_K=torch.from_numpy(row.label).to(self.device),
             inverse_temperature_K=torch.from_numpy(row.inverse_temperature).to(self.device),
+            kept=None if row.kept is None else KeptIds.on(self.device, row.kept),
             chunk_size=self.config.logprob_chunk,
         )
         try:
-            output = self.model(tokens, positions=positions, attention_masks=masks)
+            output = model(tokens, positions=positions, attention_masks=masks)
         finally:
-            self.model.lm_head.predictions = None
+            model.lm_head.predictions = None
         return output[0], output[1]
 
     def _inputs(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -275,18 +288,17 @@ class TrainerEngine:
         row = pad_row(row, self.config.parallelism.tp)  # sequence parallelism deals the tokens out in equal parts
         tokens = torch.from_numpy(row.token_ids).to(self.device)[None]
         positions = torch.from_numpy(row.positions).to(self.device)[None]
-        if self._attention == "segments":
+        if self.config.attention != "varlen":
             return tokens, positions, attention_layout(row.segments).to(self.device)
         return tokens, positions, titan.create_varlen_metadata_for_document(positions)
 
-    def _reduce(self, totals: dict[str, float], ratio_max: float) -> tuple[dict[str, float], float]:
-        if self._data_group is None:
-            return totals, ratio_max
-        sums = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.device)
-        dist.all_reduce(sums, group=self._data_group)
-        highest = torch.tensor(ratio_max, dtype=torch.float64, device=self.device)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._data_group)
-        return dict(zip(totals, sums.tolist(), strict=True)), float(highest)
+    def logits(self, token_ids: np.ndarray, model: torch.nn.Module | None = None) -> torch.Tensor:
+        """Logits [T, V] after each token of one text, with gradient; all at once, for short texts. Not with ``tp``."""
+        tokens, positions, masks = self._inputs(plain_row([token_ids]))
+        return (model or self.model)(tokens, positions=positions, attention_masks=masks)[0, : len(token_ids)]
+
+    def _to_device(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -348,19 +360,6 @@ class TrainerEngine:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _device(config: TrainerConfig) -> torch.device:
-    wanted = config.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError("device", config.device, "cpu or auto on a machine without a CUDA device")
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
 
 
 def _skipped(version: int, learning_rate: float, nonfinite: int, wall_s: float) -> StepStats:

@@ -9,10 +9,54 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+
+from forge_async.types import SamplingMask
+
+
+@dataclass(frozen=True)
+class KeptIds:
+    """The ids over which each prediction's softmax is taken: N in all, on the device, cut by prediction on the host."""
+
+    id_N: torch.Tensor
+    """int64 [N]."""
+    row_N: torch.Tensor
+    """int64 [N]: the prediction which each belongs to; ascending."""
+    whole_K: torch.Tensor
+    """bool [K]: predictions over the whole vocabulary; they have no ids."""
+    end_K: np.ndarray
+    """int64 [K]: where each prediction's ids end. On the host, so that cutting does not wait for the device."""
+
+    @classmethod
+    def on(cls, device: torch.device, mask: SamplingMask) -> KeptIds:
+        return cls(
+            torch.from_numpy(mask.token_ids.astype(np.int64)).to(device),
+            torch.from_numpy(mask.rows()).to(device),
+            torch.from_numpy(mask.counts == 0).to(device),
+            np.cumsum(mask.counts),
+        )
+
+    def part(self, start: int, stop: int) -> KeptIds:
+        """Those of the predictions from ``start`` to before ``stop``."""
+        first, last = (int(self.end_K[index - 1]) if index else 0 for index in (start, stop))
+        return KeptIds(
+            self.id_N[first:last],
+            self.row_N[first:last] - start,
+            self.whole_K[start:stop],
+            self.end_K[start:stop] - first,
+        )
+
+    def dense(self, first_id: int, columns: int) -> torch.Tensor:
+        """bool [K, V]: whether each of the ids from ``first_id`` on is kept."""
+        column_N = self.id_N - first_id
+        own_N = (column_N >= 0) & (column_N < columns)
+        kept_KV = self.whole_K[:, None].repeat(1, columns + 1)
+        kept_KV[self.row_N, torch.where(own_N, column_N, columns)] = True  # one more column takes other ranks' ids
+        return kept_KV[:, :columns]
 
 
 @dataclass(frozen=True)
@@ -25,6 +69,8 @@ class Predictions:
     """int64 [K]: the predicted token's id."""
     inverse_temperature_K: torch.Tensor
     """float32 [K]: logits are multiplied by it before the softmax."""
+    kept: KeptIds | None = None
+    """Ids that the sampler kept; None: every id, for each prediction."""
     chunk_size: int = 256
     """Predictions whose logits exist at the same time."""
 
@@ -45,6 +91,9 @@ def selected_logprobs(
     """Log-probs and entropies, float32 [2, K].
 
     log p_k = z_k[label_k] - logsumexp(z_k), z_k = W h_k / temperature_k; H_k = logsumexp(z_k) - sum_v p_kv z_kv.
+    Sums run over the ids that the sampler kept at k (``predictions.kept``): top-k, top-p and min-p choose among the
+    scaled logits, and what is sampled from is their softmax over the chosen ones. A label that is not kept has -inf.
+
     The entropy carries no gradient. Where there is more than one chunk, logits are recomputed in the backward pass.
 
     With ``split`` this is collective over its group: ``weight_VD`` are this rank's rows, hidden states are the same on
@@ -53,7 +102,9 @@ def selected_logprobs(
     size = predictions.chunk_size
     count = hidden_KD.shape[0]
     if count <= size:
-        return _chunk(hidden_KD, weight_VD, predictions.label_K, predictions.inverse_temperature_K, split)
+        return _chunk(
+            hidden_KD, weight_VD, predictions.label_K, predictions.inverse_temperature_K, predictions.kept, split
+        )
     parts = []
     for start in range(0, count, size):
         stop = min(start + size, count)
@@ -64,6 +115,7 @@ def selected_logprobs(
                 weight_VD,
                 predictions.label_K[start:stop],
                 predictions.inverse_temperature_K[start:stop],
+                None if predictions.kept is None else predictions.kept.part(start, stop),
                 split,
                 use_reentrant=False,
             )
@@ -76,9 +128,13 @@ def _chunk(
     weight_VD: torch.Tensor,
     label_K: torch.Tensor,
     inverse_temperature_K: torch.Tensor,
+    kept: KeptIds | None,
     split: VocabularySplit | None,
 ) -> torch.Tensor:
     logits_KV = F.linear(hidden_KD, weight_VD).float() * inverse_temperature_K[:, None]
+    if kept is not None:
+        kept_KV = kept.dense(split.start if split is not None else 0, logits_KV.shape[1])
+        logits_KV = logits_KV.masked_fill_(~kept_KV, -torch.inf)
     if split is None:
         log_total_K = torch.logsumexp(logits_KV, dim=-1)
         chosen_K = logits_KV.gather(1, label_K[:, None])[:, 0]
@@ -87,7 +143,8 @@ def _chunk(
     logprob_K = chosen_K - log_total_K
     with torch.no_grad():
         probability_KV = torch.exp(logits_KV - log_total_K[:, None])
-        expected_K = torch.einsum("kv,kv->k", probability_KV, logits_KV)
+        finite_KV = logits_KV if kept is None else torch.where(kept_KV, logits_KV, 0)
+        expected_K = torch.einsum("kv,kv->k", probability_KV, finite_KV)
         if split is not None:
             dist.all_reduce(expected_K, group=split.group)
         entropy_K = log_total_K - expected_K

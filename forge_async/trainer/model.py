@@ -79,6 +79,13 @@ def check_parallelism(config: dict[str, Any], layout: ParallelismConfig) -> None
         )
 
 
+def check_reference(config: dict[str, Any], reference: dict[str, Any], path: str | Path) -> None:
+    """Raise :class:`ConfigError` where the model at ``path`` cannot be the reference of a KL penalty."""
+    vocabulary = config["vocab_size"]
+    allowed = f"a model with the trained model's vocabulary ({vocabulary} tokens, not {reference['vocab_size']})"
+    require(reference["vocab_size"] == vocabulary, "loss.kl.reference", str(path), allowed)
+
+
 def model_spec(config: dict[str, Any], *, max_sequence_tokens: int, attention: str = "segments") -> titan.ModelSpec:
     """The torchtitan model that computes what ``config`` describes, with at most ``max_sequence_tokens`` positions."""
     family = config["model_type"]

@@ -10,12 +10,13 @@ The last token of a sequence predicts nothing, so it is not in the row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from forge_async.errors import DataError
 from forge_async.trainer.segments import Segment
-from forge_async.types import TrainingSequence
+from forge_async.types import SamplingMask, TrainingSequence
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class PackedRow:
     """int64 [K]: which of the given sequences the predicted token belongs to."""
     token_index: np.ndarray
     """int64 [K]: and its index there."""
+    kept: SamplingMask | None = None
+    """Ids that the sampler kept for each of the K; None: all of them, for each."""
 
     @property
     def tokens(self) -> int:
@@ -174,6 +177,7 @@ def _row(sequences: list[TrainingSequence], masks: list[np.ndarray], units: list
     positions: list[np.ndarray] = []
     segments: list[Segment] = []
     predictions: dict[str, list[np.ndarray]] = {name: [] for name in _PREDICTION_FIELDS}
+    kept: list[SamplingMask] = []
     cursor = 0
     for unit in units:
         prefix = unit.prefix_length
@@ -201,18 +205,24 @@ def _row(sequences: list[TrainingSequence], masks: list[np.ndarray], units: list
             predictions["inverse_temperature"].append(np.full(len(predicted), 1.0 / sequence.temperature))
             predictions["sequence_index"].append(np.full(len(predicted), index))
             predictions["token_index"].append(predicted)
+            recorded = sequence.sampling_mask
+            kept.append(SamplingMask.whole(len(predicted)) if recorded is None else recorded.of(predicted))
             cursor += len(own)
+    flat: dict[str, Any] = {
+        name: np.concatenate(values).astype(_PREDICTION_FIELDS[name]) for name, values in predictions.items()
+    }
     return PackedRow(
         token_ids=np.concatenate(ids).astype(np.int64),
         positions=np.concatenate(positions).astype(np.int64),
         segments=tuple(segments),
-        **{name: np.concatenate(values).astype(_PREDICTION_FIELDS[name]) for name, values in predictions.items()},
+        kept=SamplingMask.join(kept) if any(len(mask.token_ids) for mask in kept) else None,
+        **flat,
     )
 
 
 def plain_row(texts: list[np.ndarray]) -> PackedRow:
     """Whole texts one after another, no predictions."""
-    nothing = {name: np.zeros(0, dtype=dtype) for name, dtype in _PREDICTION_FIELDS.items()}
+    nothing: dict[str, Any] = {name: np.zeros(0, dtype=dtype) for name, dtype in _PREDICTION_FIELDS.items()}
     starts = np.cumsum([0, *(len(text) for text in texts[:-1])])
     segments = tuple(Segment(int(start), len(text)) for start, text in zip(starts, texts, strict=True))
     positions = np.concatenate([np.arange(len(text)) for text in texts])

@@ -60,4 +60,4 @@ def test_a_checkpoint_reopens_what_was_open():
 
 def test_a_checkpoint_that_does_not_balance_is_refused():
     with pytest.raises(LedgerError, match="does not balance"):
-        Ledger().restore({"admitted": 5, "trained": 1, "dropped": {}, "in_flight": ["a"]})
+        Ledger().restore({**Ledger().state(), "admitted": 5, "trained": 1, "in_flight": ["a"]})

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from forge_async.checks import check_ratios, fresh_prompts
+from forge_async.checks import check_ratios, fresh_prompts, sampling_bias
 from forge_async.config import Config, load_config
 from forge_async.errors import RunFailed
 from forge_async.mesh import MeshRuntime
@@ -39,7 +40,7 @@ def model_folder(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-async def test_ratios_of_fresh_samples_are_one_at_both_temperatures(name: str, model_folder) -> None:
+async def test_ratios_of_fresh_samples_are_one_at_any_sampling_settings(name: str, model_folder) -> None:
     file, recipe = MODELS[name]
     model = model_folder(recipe)
     config = load_config(ROOT / file, [f"model.path={model}", "model.prepare=", "model.warmup_config="])
@@ -53,6 +54,42 @@ async def test_ratios_of_fresh_samples_are_one_at_both_temperatures(name: str, m
             assert report["tokens"] >= len(prompts)
             assert report["max_error"] < 1e-4
 
+        restricted = at(config, 0.6, top_k=20, top_p=0.9)
+        assert sampling_bias(restricted) is None
+        report = await check_ratios(restricted, policy, trainer, prompts)
+        assert report["tokens"] >= len(prompts) and report["max_error"] < 1e-4
+        differences: list[np.ndarray] = []
+
+        class Maskless:
+            """The same samples without their masks: the trainer's softmax runs over all tokens."""
+
+            async def call(self, endpoint, token_ids, sampling):
+                completion = await policy.call(endpoint, token_ids, sampling)
+                assert completion.sampling_mask.counts.max() <= 20
+                return dataclasses.replace(completion, sampling_mask=None)
+
+        class Scoring:
+            async def call(self, endpoint, sequences):
+                scored = await trainer.call(endpoint, sequences)
+                differences.extend(
+                    values[one.loss_mask] - one.logprobs[one.loss_mask]
+                    for one, values in zip(sequences, scored[0], strict=True)
+                )
+                return scored
+
+        with pytest.raises(RunFailed, match="disagree on unchanged weights"):
+            await check_ratios(restricted, Maskless(), Scoring(), prompts)  # type: ignore[arg-type]
+        bias = float(np.concatenate(differences).mean())
+        print(f"{name}: max |ratio - 1| with masks {report['max_error']:.1e}, without {bias:.3f} nats per token")
+        assert -0.5 < bias < -0.01
+
+        off = at(config, 0.6, top_k=20, top_p=0.9, sampling_mask=False)
+        assert "top_p=0.9, top_k=20" in (sampling_bias(off) or "")
+        assert (await check_ratios(off, policy, trainer, prompts))["max_error"] < 1e-4, "of unrestricted samples"
+        if name == "smollm2":
+            with pytest.raises(Exception, match=r"sampling\.top_k.*above 0 \(with top_p 0\.9 and a vocabulary"):
+                await check_ratios(at(config, 0.6, top_p=0.9), policy, trainer, prompts)
+
         class Shifted:
             """A policy whose log-probs are those of another temperature: the fault the check exists for."""
 
@@ -64,6 +101,6 @@ async def test_ratios_of_fresh_samples_are_one_at_both_temperatures(name: str, m
             await check_ratios(at(config, 0.7), Shifted(), trainer, prompts)  # type: ignore[arg-type]
 
 
-def at(config: Config, temperature: float) -> Config:
-    sampling = dataclasses.replace(config.policy.sampling, temperature=temperature)
+def at(config: Config, temperature: float, **settings: Any) -> Config:
+    sampling = dataclasses.replace(config.policy.sampling, temperature=temperature, **settings)
     return dataclasses.replace(config, policy=dataclasses.replace(config.policy, sampling=sampling))

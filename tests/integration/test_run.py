@@ -32,8 +32,10 @@ def test_a_run_keeps_its_invariants_and_resumes(app) -> None:
     summary = app.summary()
     assert set(summary) == {
         *("steps", "wall_s", "reward", "swaps", "swaps_in_flight", "aborted_by_swap", "tokens", "staleness"),
-        *("digest_mismatches", "ledger", "idle_share", "tokens_per_s"),
+        *("digest_mismatches", "ledger", "requeued", "selection_bias", "idle_share", "tokens_per_s"),
     }
+    assert sum(summary["staleness"]["histogram"]) == summary["tokens"]["trained"]
+    assert summary["staleness"]["kv_max_seen"] >= summary["staleness"]["max_seen"]
     assert summary["steps"] == summary["swaps"] == summary["swaps_in_flight"] == 4
     assert summary["aborted_by_swap"] == summary["digest_mismatches"] == summary["tokens"]["without_version"] == 0
     assert summary["tokens"]["trained"] > 0
@@ -55,6 +57,9 @@ def test_a_run_keeps_its_invariants_and_resumes(app) -> None:
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["version-000002", "version-000004"]
 
     saved = json.loads((run / "checkpoints" / "version-000004" / "forge.json").read_text())["extra"]["ledger"]
+    bias = summary["selection_bias"]
+    assert set(bias) == {"task", "prompt_tokens", "completion_tokens"}
+    assert sum(s["trained"] for s in bias["completion_tokens"]["strata"].values()) == 16
     assert saved["dropped"] == {}, "prompts open at the end of the run are not lost to a resume"
     assert len(saved["in_flight"]) == saved["admitted"] - 16 > 0
     (run / "checkpoints" / "version-000099.partial").mkdir()
@@ -75,7 +80,8 @@ def test_synchronous_training_on_two_trainer_processes_is_the_same_code(app) -> 
     synchronous = ("buffer.max_staleness=0", "buffer.max_open_groups=null", "policy.sampling.temperature=1.0")
     code, output = app.run(*synchronous, "trainer.procs=2", "steps=3")
     assert code == 0, output
-    assert app.summary()["staleness"] == {"bound": 0, "max_seen": 0}
+    tokens = app.summary()["tokens"]["trained"]
+    assert app.summary()["staleness"] == {"bound": 0, "max_seen": 0, "kv_max_seen": 0, "histogram": [tokens]}
     assert app.summary()["digest_mismatches"] == 0
     published = {event["version"]: event["digest"] for event in app.events() if event["kind"] == "published"}
     swapped = {event["version"]: event["digest"] for event in app.events() if event["kind"] == "swapped"}

@@ -94,10 +94,16 @@ def with_a_wrong_mapping(engine: PolicyEngine, new: dict[int, Any]) -> dict[str,
     before = engine.submit(LONG_PROMPT, greedy).result()
     fused = next(name for name in weights.plan.writes if "layers.1" in name and len(weights.plan.writes[name]) % 2 == 0)
     (first, one), (second, other), *rest = weights.plan.writes[fused]
-    weights.plan.writes[fused] = [(second, one), (first, other), *rest]
+
+    def map_as(*writes: Any) -> None:
+        weights.plan.writes[fused] = list(writes)
+        for places in (weights._spare, weights._workbench):  # they were made by the former mapping
+            places.clear()
+
+    map_as((second, one), (first, other), *rest)
     prepared = engine.prepare(published)
     error = raised(lambda: attest(9, digests, published, weights.digests(prepared), weights.plan.aliases))
-    weights.plan.writes[fused] = [(first, one), (second, other), *rest]
+    map_as((first, one), (second, other), *rest)
     after = engine.submit(LONG_PROMPT, greedy).result()
     attest(9, digests, published, weights.digests(engine.prepare(published)), weights.plan.aliases)
     return {"error": error, "names": (first, second), "before": before, "after": after}
@@ -134,12 +140,13 @@ def record(model: str, versions: list[str], output: str) -> None:
 
     first = SamplingConfig(max_tokens=40, temperature=0.7, top_k=20, ignore_eos=True)
     nucleus = SamplingConfig(max_tokens=40, temperature=1.3, top_p=0.8, ignore_eos=True)
+    shapes = (first, nucleus, replace(first, top_p=0.9, temperature=0.6), replace(nucleus, top_p=1.0, min_p=0.2))
     plain = [engine.submit(prompt, FREE) for prompt in (*prompts(3), LONG_PROMPT, LONG_PROMPT)]
-    shaped = [engine.submit(prompt, sampling, seed=5) for prompt in prompts(2) for sampling in (first, nucleus)]
+    shaped = [engine.submit(prompt, sampling, seed=5) for prompt in prompts(2) for sampling in shapes]
+    unrecorded = engine.submit(prompts(1)[0], replace(nucleus, sampling_mask=False), seed=5)
     seen["plain"] = [future.result() for future in plain]
-    seen["shaped"] = [
-        (future.result(), sampling) for future, sampling in zip(shaped, (first, nucleus) * 2, strict=True)
-    ]
+    seen["shaped"] = [(future.result(), sampling) for future, sampling in zip(shaped, shapes * 2, strict=True)]
+    seen["unrecorded"] = unrecorded.result()
 
     broken = dict(new[1])
     name = "model.layers.0.self_attn.k_proj.weight"

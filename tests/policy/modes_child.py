@@ -162,7 +162,7 @@ def remaining() -> list[tuple[int, int, int, list[int], Any]]:
     sampling = SamplingConfig(max_tokens=30, min_tokens=10, stop_token_ids=[5])
     rows = []
     for seed, done in ((None, 4), (7, 0), (7, 4), (7, 12), (8, 12)):
-        request = Request("r", np.arange(3), sampling_params(sampling, seed), Future(), token_ids=[1] * done)
+        request = Request("r", np.arange(3), sampling_params(sampling, seed, 320), Future(), token_ids=[1] * done)
         params = request.remaining_params()
         rows.append((done, params.max_tokens, params.min_tokens, params.stop_token_ids, params.seed))
         assert (request.params.max_tokens, request.params.min_tokens, request.params.seed) == (30, 10, seed)

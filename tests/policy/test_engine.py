@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from forge_async.policy.config import SamplingConfig
 from forge_async.policy.life_cycle import spans_of
 from tests.policy.engine_child import CONFIG, LONG_PROMPT, WAYS, record
 from tests.policy.reference import TOLERANCE, Seen, perturbed, picked
@@ -26,15 +27,16 @@ KINDS = {
 }
 
 
-def shaped_logits(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+def shaped_logits(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
     """The distribution that is sampled from, token by token and by definition."""
     out = torch.full_like(logits, -torch.inf)
-    for row, line in enumerate(logits / temperature):
+    for row, line in enumerate(logits / sampling.temperature):
         order = line.argsort(descending=True)
-        kept = order[:top_k] if top_k else order
-        if top_p < 1:
+        kept = order[line[order].softmax(-1) >= sampling.min_p * line.softmax(-1).max()]
+        kept = kept[: sampling.top_k] if sampling.top_k else kept
+        if sampling.top_p < 1:
             mass = line[kept].softmax(-1).cumsum(-1)
-            kept = kept[: int((mass < top_p).sum()) + 1]
+            kept = kept[: int((mass < sampling.top_p).sum()) + 1]
         out[row, kept] = line[kept]
     return out
 
@@ -73,10 +75,26 @@ def test_logprobs_equal_transformers(seen: Seen) -> None:
 
 def test_logprobs_are_those_of_the_distribution_sampled_from(seen: Seen) -> None:
     for completion, sampling in seen["shaped"]:
-        logits = shaped_logits(seen.logits(completion), sampling.temperature, sampling.top_k, sampling.top_p)
+        logits = shaped_logits(seen.logits(completion), sampling)
         assert np.abs(completion.logprobs - picked(logits, completion)).max() < TOLERANCE
         unshaped = seen.logprobs(completion)
         assert np.abs(completion.logprobs - unshaped).max() > 0.05
+
+
+def test_the_recorded_mask_is_the_set_that_was_kept(seen: Seen) -> None:
+    """With top-k, top-p, both, and min-p: the ids at which transformers' shaped logits are finite."""
+    for completion, sampling in seen["shaped"]:
+        mask = completion.sampling_mask
+        expected = shaped_logits(seen.logits(completion), sampling).isfinite()
+        assert len(mask) == len(completion.token_ids) and mask.has(completion.token_ids).all()
+        recorded = torch.zeros_like(expected)
+        recorded[mask.rows(), mask.token_ids.astype(np.int64)] = True
+        assert len(mask.token_ids) == recorded.sum(), "no id twice"
+        # A nucleus may end a token apart where its mass is within rounding of top_p.
+        assert (recorded != expected).sum() <= (0 if sampling.top_p == 1 else 1)
+    assert all(completion.sampling_mask is None for completion in seen["plain"])
+    other, same = seen["unrecorded"], seen["shaped"][1][0]
+    assert other.sampling_mask is None and other.token_ids.tolist() == same.token_ids.tolist()
 
 
 def test_swapped_logprobs_equal_transformers(seen: Seen) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from forge_async.errors import ConfigError
@@ -83,6 +84,14 @@ def test_minimum_and_stop_tokens_hold_across_an_update(seen: Seen, how: tuple[st
     inside = [4 <= token < 160 for token in stopping.token_ids]
     assert inside[-1] and not any(inside[:-1]) and stopping.stop_reason == stopping.token_ids[-1]
     assert len(versions_of(stopping)) == (1 if how in UNMIXED else 2)
+    mask = stopping.sampling_mask  # neither stop tokens nor the end token can be sampled while there is a minimum
+    kept = np.split(mask.token_ids.astype(np.int64), np.cumsum(mask.counts)[:-1])
+    allowed = set(range(320)) - set(range(4, 160)) - {seen.models[0].config.eos_token_id}
+    assert all(set(ids) == allowed for ids in kept[:60]) and all(len(ids) == 320 for ids in kept[60:])
+    logits = seen.logits(stopping)
+    for row, ids in enumerate(kept):
+        replayed = logits[row, stopping.token_ids[row]] - logits[row, torch.from_numpy(ids)].logsumexp(-1)
+        assert abs(float(replayed) - stopping.logprobs[row]) < TOLERANCE
 
 
 @each

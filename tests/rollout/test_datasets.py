@@ -197,7 +197,7 @@ async def test_kill_and_resume_train_each_prompt_exactly_once(tmp_path, tokenize
     ledger = Ledger()
     source = PromptSource(config, tokenizer, seed=5)
     source.restore(saved["source"], ledger.restore(saved["ledger"]))
-    buffer = RolloutBuffer(BufferConfig(max_staleness=4, groups_per_step=4), ledger)
+    buffer = RolloutBuffer(BufferConfig(max_staleness=4, groups_per_step=4, retries=0), ledger)
     resumed = []
     while (prompt := await buffer.admit(source)) is not None:
         resumed.append(prompt.prompt_id)
@@ -205,6 +205,19 @@ async def test_kill_and_resume_train_each_prompt_exactly_once(tmp_path, tokenize
     assert ids == uninterrupted[:5]
     assert resumed == [ids[0], ids[2], ids[4], *uninterrupted[5:]]
     assert ledger.admitted == 12 and ledger.balanced
+
+
+def test_a_second_resume_before_all_open_prompts_were_issued_again_forgets_none(tmp_path, tokenizer):
+    config = numbered(tmp_path, 6, epochs=1)
+    source = PromptSource(config, tokenizer, seed=5)
+    ids = [next(source).prompt_id for _ in range(4)]
+    resumed = PromptSource(config, tokenizer, seed=5)
+    resumed.restore(json.loads(json.dumps(source.state())), ids[1:])
+    assert next(resumed).prompt_id == ids[1]  # then it is killed, with this one open
+    again = PromptSource(config, tokenizer, seed=5)
+    again.restore(json.loads(json.dumps(resumed.state())), ids[1:2])
+    rest = [prompt.prompt_id for prompt in PromptSource(config, tokenizer, seed=5)][4:]
+    assert [prompt.prompt_id for prompt in again] == [*ids[1:], *rest]
 
 
 # --- prompts that do not fit

@@ -9,18 +9,27 @@ import sys
 from pathlib import Path
 
 from safetensors.torch import save_file
-from trainer_samples import groups, sequence
+from trainer_samples import groups, masked, sequence
 
 from forge_async.trainer.config import OptimizerConfig, ParallelismConfig, TrainerConfig
 from forge_async.trainer.engine import TrainerEngine
+from forge_async.trainer.loss_config import CorrectionConfig, KLConfig, LossConfig
 from forge_async.types import StepStats
 
-CONFIG = TrainerConfig(micro_batch_tokens=64, logprob_chunk=16, optimizer=OptimizerConfig(lr=1e-3))
+LOSS = LossConfig(
+    correction=CorrectionConfig(importance="mask", low=0.1, high=3.0, level="sequence"), kl=KLConfig(coefficient=0.1)
+)
+CONFIG = TrainerConfig(micro_batch_tokens=64, logprob_chunk=16, loss=LOSS, optimizer=OptimizerConfig(lr=1e-3))
 
 
 def run_steps(engine: TrainerEngine) -> list[StepStats]:
     uneven = [sequence("ten", [5, 6], [7] * 10), sequence("two", [8], [9] * 2)]
-    return [engine.step(uneven), engine.step(groups()), engine.sft_step(groups(seed=1)), engine.step(groups(seed=2))]
+    return [
+        engine.step(uneven),
+        engine.step(groups()),
+        engine.sft_step(groups(seed=1)),
+        engine.step(masked(groups(seed=2))),
+    ]
 
 
 def run_case(model: str, folder: Path, layout: ParallelismConfig) -> None:
@@ -28,7 +37,7 @@ def run_case(model: str, folder: Path, layout: ParallelismConfig) -> None:
     engine = TrainerEngine(dataclasses.replace(CONFIG, procs=world, parallelism=layout), model)
     engine.load_checkpoint(folder / "start")
     steps = run_steps(engine)
-    logprobs = engine.logprobs(groups())
+    logprobs = engine.logprobs(masked(groups()))
     shards = engine.hf_shards()
     save_file(
         {

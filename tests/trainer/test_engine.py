@@ -12,18 +12,12 @@ import torch
 from trainer_samples import groups, sequence
 
 from forge_async.errors import ConfigError, DataError, ForgeError
+from forge_async.testing.models import ModelFactory
 from forge_async.trainer.config import OptimizerConfig, TrainerConfig
 from forge_async.trainer.engine import TrainerEngine
+from forge_async.trainer.loss_config import CorrectionConfig, KLConfig, LossConfig
 
 CONFIG = TrainerConfig(optimizer=OptimizerConfig(lr=1e-3))
-
-
-def gradient_after(folder: Path, config: TrainerConfig, sequences: list) -> torch.Tensor:
-    """The first AdamW moment after one unclipped step is (1 - beta) times the gradient."""
-    engine = TrainerEngine(dataclasses.replace(config, max_grad_norm=1e9), folder)
-    engine.step(sequences)
-    states = engine.optimizers.optimizers[0].state
-    return torch.cat([states[p]["exp_avg"].flatten() for p in engine.model.parameters()]) / 0.1
 
 
 def test_unchanged_weights_give_ratio_one(tiny_llama: Path) -> None:
@@ -58,19 +52,111 @@ def test_the_sampled_end_token_is_trained_even_where_it_is_the_padding_token(tin
     assert engine.sft_step(ends).trained_tokens == 3
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_the_gradient_depends_on_neither_packing_nor_order(tiny_model, family: str) -> None:
-    folder = tiny_model(family, tied=False)
-    sequences = groups()
-    expected = gradient_after(folder, CONFIG, sequences)
-    assert expected.abs().max() > 1e-4
-    for config, given in (
-        (dataclasses.replace(CONFIG, micro_batch_tokens=16), sequences),
-        (dataclasses.replace(CONFIG, micro_batch_tokens=45, logprob_chunk=3), sequences[::-1]),
-        (dataclasses.replace(CONFIG, share_prompts=False), sequences),
-    ):
-        actual = gradient_after(folder, config, given)
-        torch.testing.assert_close(actual, expected, atol=2e-6 * float(expected.abs().max()) + 1e-7, rtol=1e-3)
+def test_the_gradient_is_the_one_a_step_applies_and_changes_nothing(tiny_llama: Path) -> None:
+    engine = TrainerEngine(dataclasses.replace(CONFIG, max_grad_norm=1e9), tiny_llama)
+    before = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    gradient = engine.gradient(groups())
+    assert all(torch.equal(before[name], value) for name, value in engine.model.state_dict().items())
+    assert engine.version == 0
+    stats = engine.step(groups())
+    squares = sum(float(tensor.double().square().sum()) for tensor in gradient.values())
+    assert stats.grad_norm == pytest.approx(math.sqrt(squares), rel=1e-5)
+    moments = engine.optimizers.optimizers[0].state
+    for name, parameter in engine.model.named_parameters():  # after one step: (1 - beta) times the gradient
+        torch.testing.assert_close(moments[parameter]["exp_avg"], 0.1 * gradient[name], atol=1e-7, rtol=1e-4)
+
+
+def test_what_a_step_reports_is_what_its_ratios_are(tiny_llama: Path) -> None:
+    correction = CorrectionConfig(importance="mask", high=1.5)
+    engine = TrainerEngine(dataclasses.replace(CONFIG, loss=LossConfig(correction=correction)), tiny_llama)
+    random = np.random.default_rng(0)
+    given, ratios, advantages = [], [], []
+    for each, values in zip(groups(), engine.logprobs(groups()), strict=True):
+        noise = random.normal(0, 0.5, len(values)).astype(np.float32)
+        given.append(dataclasses.replace(each, logprobs=np.where(each.loss_mask, values - noise, 0)))
+        ratios.append(np.exp(noise[each.loss_mask].astype(np.float64)))
+        advantages.append(each.advantages[each.loss_mask])
+    ratio, advantage = np.concatenate(ratios), np.concatenate(advantages)
+    stats = engine.step(given)
+    expected = {
+        "ratio_mean": ratio.mean(),
+        "ratio_max": ratio.max(),
+        "effective_sample_size": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
+        "clip_fraction_low": ((ratio < 0.8) & (advantage < 0)).mean(),
+        "clip_fraction_high": ((ratio > 1.2) & (advantage > 0)).mean(),
+        "masked_fraction": ((ratio < 0.5) | (ratio > 1.5)).mean(),
+        "truncated_fraction": 0.0,
+        "mismatch_kl_k1": -np.log(ratio).mean(),
+        "mismatch_kl_k3": (ratio - 1 - np.log(ratio)).mean(),
+        "reference_kl": 0.0,
+    }
+    for name, value in expected.items():
+        assert getattr(stats, name) == pytest.approx(value, abs=2e-5), name
+    assert min(stats.clip_fraction_low, stats.clip_fraction_high, stats.masked_fraction) > 0.05
+    assert stats.clip_fraction == pytest.approx(stats.clip_fraction_low + stats.clip_fraction_high)
+
+
+def test_a_recomputed_proximal_policy_is_that_of_the_steps_start(tiny_llama: Path) -> None:
+    """Its ratio is 1, so that the gradient is the policy gradient's, weighted by what ``logprobs`` says before."""
+    decoupled = LossConfig(correction=CorrectionConfig(proximal="recompute"))
+    engine = TrainerEngine(dataclasses.replace(CONFIG, loss=decoupled), tiny_llama)
+    random = np.random.default_rng(0)
+    given, weighted = [], []
+    for each, values in zip(groups(), engine.logprobs(groups()), strict=True):
+        noise = random.normal(0, 1.0, len(values)).astype(np.float32)
+        given.append(dataclasses.replace(each, logprobs=np.where(each.loss_mask, values - noise, 0)))
+        weighted.append(dataclasses.replace(given[-1], advantages=each.advantages * np.exp(noise)))
+    found = engine.gradient(given)
+    plain = LossConfig(algorithm="policy_gradient", correction=CorrectionConfig(importance="none"))
+    engine.config = dataclasses.replace(CONFIG, loss=plain)
+    for name, expected in engine.gradient(weighted).items():
+        torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_penalty_is_taken_against_a_frozen_model(tiny_llama: Path, estimator: str) -> None:
+    assert TrainerEngine(CONFIG, tiny_llama).reference is None
+    penalty = LossConfig(kl=KLConfig(coefficient=0.5, estimator=estimator))
+    engine = TrainerEngine(dataclasses.replace(CONFIG, loss=penalty), tiny_llama)
+    start = engine.logprobs(groups())
+    assert engine.step(groups()).reference_kl == pytest.approx(0.0, abs=1e-6)
+    mask = np.concatenate([each.loss_mask for each in groups()])
+    away = (np.concatenate(engine.logprobs(groups())) - np.concatenate(start))[mask]
+    expected = away.mean() if estimator == "k1" else (np.expm1(-away) + away).mean()
+    assert abs(expected) > 1e-4
+    assert engine.step(groups()).reference_kl == pytest.approx(expected, rel=1e-2, abs=1e-5)
+
+
+def test_a_penalty_keeps_the_policy_near_its_reference(tiny_llama: Path) -> None:
+    distances = []
+    for coefficient in (0.001, 3.0):
+        penalty = LossConfig(kl=KLConfig(coefficient=coefficient))
+        engine = TrainerEngine(dataclasses.replace(CONFIG, loss=penalty), tiny_llama)
+        distances.append([engine.step(groups()).reference_kl for _ in range(8)][-1])
+    assert distances[1] < 0.5 * distances[0]
+
+
+def test_a_reference_with_another_vocabulary_is_named(tiny_model: ModelFactory) -> None:
+    other = str(tiny_model(vocab_size=321))
+    config = dataclasses.replace(CONFIG, loss=LossConfig(kl=KLConfig(coefficient=0.1, reference=other)))
+    with pytest.raises(ConfigError, match=r"loss.kl.reference = .*: must be a model with the trained model's vocab"):
+        TrainerEngine(config, tiny_model())
+
+
+def test_a_forked_episode_weighs_as_one_in_a_step(tiny_llama: Path) -> None:
+    """Two sequences of one episode against the other's one: under sequence_mean each episode is half of the loss."""
+    config = dataclasses.replace(CONFIG, loss=LossConfig(aggregation="sequence_mean"))
+    forks = [dataclasses.replace(sequence(f"a/{i}", [5, i + 6], [7]), episode_id="a") for i in range(2)]
+    other = sequence("b", [9], [8, 10])
+    given = [*forks, other]
+    engine = TrainerEngine(config, tiny_llama)
+    fresh = [
+        dataclasses.replace(
+            each, logprobs=np.where(each.loss_mask, values, 0).astype(np.float32), advantages=-each.advantages * k
+        )
+        for each, values, k in zip(given, engine.logprobs(given), (1, 3, 10), strict=True)
+    ]
+    assert engine.step(fresh).loss == pytest.approx(((1 + 3) / 2 + 10) / 2, rel=1e-4)
 
 
 def test_an_empty_loss_mask_takes_no_step(tiny_llama: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from layout_child import CONFIG, run_steps
 from safetensors.torch import load_file
-from trainer_samples import groups
+from trainer_samples import groups, masked
 
 from forge_async.errors import ConfigError
 from forge_async.testing.models import ModelFactory
@@ -97,7 +97,7 @@ def case(
             one = TrainerEngine(CONFIG, model)
             one.sft_step(groups(seed=9))
             one.save_checkpoint(root / name / "start", {})
-            expected[name] = run_steps(one), one.logprobs(groups())
+            expected[name] = run_steps(one), one.logprobs(masked(groups()))
             jobs.append((str(model), str(root / name), layout, free_port()))
         (root / f"cases{world}.json").write_text(json.dumps(jobs))
         run_ranks(world, root / f"cases{world}.json")
@@ -123,8 +123,9 @@ def test_every_layout_equals_one_process(case: Callable[..., Any], name: str) ->
         assert len(rank["steps"]) == len(expected)
         for got, wanted in zip(rank["steps"], expected, strict=True):
             assert (got["version"], got["trained_tokens"]) == (wanted.version, wanted.trained_tokens)
-            for value in ("loss", "grad_norm", "ratio_mean", "ratio_max", "entropy", "clip_fraction"):
+            for value in got.keys() - {"wall_s", "total_tokens"}:  # rows share more prompts where there are fewer
                 assert got[value] == pytest.approx(getattr(wanted, value), rel=1e-3, abs=1e-4), value
+        assert min(got["masked_fraction"], got["reference_kl"], got["clip_fraction"]) > 0.001, "of the last step"
     for rank in ranks:
         for got, wanted in zip(rank["logprobs"], expected_logprobs, strict=True):
             np.testing.assert_allclose(got, wanted, atol=2e-3)
@@ -145,7 +146,7 @@ def test_every_layout_equals_one_process(case: Callable[..., Any], name: str) ->
     # One rank resumes what several wrote.
     resumed = TrainerEngine(CONFIG, model)
     assert resumed.load_checkpoint(folder / "checkpoint") == {"ranks": world}
-    for got, wanted in zip(resumed.logprobs(groups()), ranks[0]["logprobs"], strict=True):
+    for got, wanted in zip(resumed.logprobs(masked(groups())), ranks[0]["logprobs"], strict=True):
         np.testing.assert_allclose(got, wanted, atol=1e-4)
 
 

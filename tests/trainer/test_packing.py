@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_samples import groups, sequence
+from trainer_samples import groups, masked, sequence
 
 from forge_async.errors import DataError
 from forge_async.trainer.packing import PackedRow, pack
@@ -111,3 +111,19 @@ def test_each_token_is_predicted_once_from_its_own_history(texts, budget, ranks,
         (i, t) for i, (prompt, done) in enumerate(texts) for t in range(first or len(prompt), len(prompt) + len(done))
     }
     assert seen == expected
+
+
+def test_each_prediction_has_the_kept_ids_of_its_token() -> None:
+    sequences = masked(groups())
+    assert [s.sampling_mask is None for s in sequences[:4]] == [False, False, False, True]
+    for share in (True, False):
+        for row in pack(sequences, 40, share_prefixes=share)[0]:
+            ends = np.cumsum(row.kept.counts)
+            for k, (index, token) in enumerate(zip(row.sequence_index, row.token_index, strict=True)):
+                recorded, ids = (
+                    sequences[index].sampling_mask,
+                    row.kept.token_ids[ends[k] - row.kept.counts[k] : ends[k]],
+                )
+                expected = [] if recorded is None else recorded.token_ids[recorded.rows() == token].tolist()
+                assert ids.tolist() == expected and (recorded is None or row.label[k] in ids)
+    assert all(row.kept is None for row in pack(groups(), 40)[0])

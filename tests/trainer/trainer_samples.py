@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from forge_async.types import TrainingSequence
+from forge_async.types import SamplingMask, TrainingSequence
 
 
 def sequence(
@@ -43,4 +45,21 @@ def groups(
         for index in range(size):
             own = random.integers(4, vocabulary, completion + 2 * index).tolist()
             made.append(sequence(f"{group}.{index}", shared, own, advantage=float(index - 1) + 0.25 * group))
+    return made
+
+
+def masked(sequences: list[TrainingSequence], kept: int = 6, vocabulary: int = 260) -> list[TrainingSequence]:
+    """The same, as if the sampler had kept 1 to ``kept`` ids at each sampled token; but for every fourth sequence."""
+    random = np.random.default_rng(5)
+    made = []
+    for index, given in enumerate(sequences):
+        if index % 4 == 3:
+            made.append(given)
+            continue
+        parts = []
+        for own, sampled in zip(given.token_ids, given.loss_mask, strict=True):
+            others = random.permutation(np.delete(np.arange(vocabulary), own))[: random.integers(0, kept)]
+            parts.append(random.permutation([own, *others]) if sampled else [])
+        counts = np.array([len(part) for part in parts], dtype=np.int32)
+        made.append(replace(given, sampling_mask=SamplingMask(np.concatenate(parts).astype(np.int32), counts)))
     return made

@@ -1,0 +1,205 @@
+"""The doctor passes a sound config, and finds each fault that is planted in its meshes, its data or its settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from monarch.actor import concurrent_endpoint
+from transformers import AutoTokenizer
+
+from forge_async import loop, run
+from forge_async.checks import fresh_prompts
+from forge_async.config import Config, load_config
+from forge_async.doctor import Finding, report
+from forge_async.doctor.at_rest import (
+    check_completion_limit,
+    check_mask,
+    check_memory,
+    check_staleness,
+    check_template,
+)
+from forge_async.doctor.running import (
+    check_groups,
+    check_rewards,
+    check_running,
+    check_sampling,
+    check_update,
+    long_prompt,
+    sample_groups,
+)
+from forge_async.policy.actor import PolicyActor
+from forge_async.rollout.config import RewardConfig
+from forge_async.rollout.datasets import load_rows
+from forge_async.rollout.reward_worker import RewardPool
+from forge_async.testing.models import ModelFactory
+from forge_async.trainer.actor import TrainerActor
+from forge_async.trainer.gradient_check import GradientCheck
+from forge_async.types import Prompt
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
+
+pytestmark = [pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class CarelessPolicy(PolicyActor):
+    """A replica that can be made to use keys and values of older weights."""
+
+    @concurrent_endpoint
+    async def forget_salts(self) -> None:
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        add_request = LLMEngine.add_request
+
+        def unsalted(self: Any, request_id: str, prompt: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            return add_request(self, request_id, prompt | {"cache_salt": "one for all"}, *args, **kwargs)
+
+        LLMEngine.add_request = unsalted
+
+
+class CarelessTrainer(TrainerActor):
+    """A trainer that can be made to publish a tensor's first values for ever."""
+
+    @concurrent_endpoint
+    async def keep_back(self, name: str, back: bool) -> None:
+        engine = self._ready()
+        if not back:
+            del engine.hf_shards  # type: ignore[misc]
+            return
+        old = {shard.name: shard.tensor.clone() for shard in engine.hf_shards()}
+        shards_of = engine.hf_shards
+
+        def stale() -> list[Any]:
+            return [dataclasses.replace(s, tensor=old[name]) if s.name == name else s for s in shards_of()]
+
+        engine.hf_shards = stale  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def config(tiny_model: ModelFactory, tmp_path: Path) -> Config:
+    model = tiny_model("llama", tied=False)
+    settings = [f"model.path={model}", "model.prepare=", "model.warmup_config=", f"output_dir={tmp_path}"]
+    settings += ["policy.max_model_len=256", "trainer.max_sequence_tokens=256", "policy.sampling.max_tokens=24"]
+    settings += ["metrics.console=false", "metrics.tensorboard=false", "checks.ratio_samples=0"]
+    return load_config(ROOT / "configs/grpo_tiny.yaml", [*settings, "trainer.optimizer.lr=3e-3"])
+
+
+@pytest.fixture
+def prompts(config: Config) -> list[Prompt]:
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    many = dataclasses.replace(config, checks=dataclasses.replace(config.checks, ratio_samples=4))
+    return fresh_prompts(many, tokenizer, load_rows(config.dataset), 200)
+
+
+@pytest.mark.engine
+async def test_faults_in_running_meshes_are_found(
+    config: Config, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "PolicyActor", CarelessPolicy)
+    monkeypatch.setattr(run, "TrainerActor", CarelessTrainer)
+    async with run.launch(config) as live:
+        policy, trainer = live.policy, live.trainer
+        asked = [*prompts, long_prompt(config, prompts)]
+        found = [finding async for finding in check_running(live, prompts)]
+        failed = [finding for finding in found if not finding.passed]
+        # A random model does not end by itself: that is the one thing to find.
+        assert [finding.check for finding in failed] == ["completions that end"], failed
+        assert len(found) == 6
+
+        class Hot:
+            """Wrong temperature: tokens are sampled by another one than the config's."""
+
+            async def call(self, endpoint: str, token_ids: Any, sampling: Any) -> Any:
+                return await policy.call(endpoint, token_ids, dataclasses.replace(sampling, temperature=0.7))
+
+        finding = await check_sampling("hot", config, Hot(), trainer, prompts)  # type: ignore[arg-type]
+        assert not finding.passed and "disagree on unchanged weights" in finding.figure
+
+        groups = await sample_groups(config, policy, prompts)
+        with monkeypatch.context() as patch:
+            advantages = loop.batch_advantages
+            patch.setattr(loop, "batch_advantages", lambda *args: [row[::-1] for row in advantages(*args)])
+            assert "rewards" in check_groups(config, groups).figure
+            swapped = [dataclasses.replace(groups[0], prompt=groups[1].prompt), *groups[1:]]
+            assert "other tokens" in check_groups(config, swapped).figure
+
+        async def update() -> list[Finding]:
+            return [finding async for finding in check_update(config, policy, trainer, groups, asked)]
+
+        await trainer.call("keep_back", "lm_head.weight", True)
+        attested, sampled = await update()
+        assert not attested.passed and "lm_head.weight" in attested.figure
+        assert not sampled.passed, "the trainer computes with the matrix it has kept back"
+        await trainer.call("keep_back", "lm_head.weight", False)
+        assert all(finding.passed for finding in await update())
+
+        await policy.call("forget_salts")
+        assert (await check_sampling("fills the cache", config, policy, trainer, asked)).passed
+        attested, sampled = await update()
+        assert attested.passed and not sampled.passed
+        assert "prompt long" in sampled.figure, "the only one of whole prefix-cache blocks"
+
+        (tmp_path / "stuck.py").write_text("import time\n\ndef blocks(prompt, text):\n    time.sleep(60)\n")
+        monkeypatch.chdir(tmp_path)
+        pool = await RewardPool.create(RewardConfig(functions=["stuck:blocks"], timeout_s=0.5))
+        finding = await check_rewards(config, pool, prompts)
+        assert not finding.passed and "timeout" in finding.figure
+        await pool.stop()
+
+
+def test_faults_in_settings_and_data_are_found(config: Config, prompts: list[Prompt]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    assert check_template(tokenizer, prompts).passed and check_staleness(config).passed
+    assert check_completion_limit(config, tokenizer, prompts).passed and check_memory(config).passed
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(int(prompts[0].token_ids[0]))
+    doubled = dataclasses.replace(prompts[0], token_ids=prompts[0].token_ids.repeat(2))
+    finding = check_template(tokenizer, [doubled])
+    assert not finding.passed and "2 BOS tokens" in finding.figure
+    sampling = dataclasses.replace(config.policy.sampling, max_tokens=1)
+    short = dataclasses.replace(config, policy=dataclasses.replace(config.policy, sampling=sampling))
+    finding = check_completion_limit(short, tokenizer, prompts)
+    assert not finding.passed and "max_tokens is 1" in finding.figure
+    unmasked = dataclasses.replace(config.policy.sampling, top_k=20, top_p=0.9, sampling_mask=False)
+    masked = dataclasses.replace(unmasked, sampling_mask=True)
+    for sampling in (config.policy.sampling, masked, unmasked):
+        policy = dataclasses.replace(config.policy, sampling=sampling)
+        finding = check_mask(dataclasses.replace(config, policy=policy))
+        assert finding.passed == (sampling is not unmasked)
+    assert "top_p=0.9" in finding.figure and "biased" in finding.figure
+    greedy = dataclasses.replace(config.policy, kv_cache_gib=1e6)
+    assert not check_memory(dataclasses.replace(config, policy=greedy)).passed
+
+
+async def test_a_gradient_that_depends_on_ranks_is_reported(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What :func:`gradient_check` finds, and that it finds it, is tested beside it."""
+    from forge_async.trainer import gradient_check
+
+    wrong = GradientCheck({"processes": 0.4, "packing": 1e-7}, {"processes": "norm", "packing": "norm"}, 1e-4, 1.0, 9)
+    monkeypatch.setattr(gradient_check, "gradient_check", lambda *_: wrong)
+    finding = await report.check_gradient(config)
+    assert not finding.passed and "4.0e-01 (processes)" in finding.figure
+
+
+async def test_the_exit_code_tells(config: Config, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def saying(*findings: Finding) -> Any:
+        async def examine(_: Config) -> AsyncIterator[Finding]:
+            for finding in findings:
+                yield finding
+
+        return examine
+
+    monkeypatch.setattr(
+        report, "examine", saying(Finding("one", True, "1"), Finding("two", False, "2", "Turn it off."))
+    )
+    assert not await report.diagnose(config)
+    output = capsys.readouterr().out
+    assert "FAILED two" in output and "Turn it off." in output and "1 checks failed" in output
+    monkeypatch.setattr(report, "examine", saying(Finding("one", True, "1")))
+    assert await report.diagnose(config)

@@ -38,7 +38,7 @@ from forge_async.policy.life_cycle import Requests, fulfil
 from forge_async.policy.live_weights import LiveWeights, Prepared
 from forge_async.policy.lockstep import Command, Lockstep, LockstepBroken
 from forge_async.policy.request import Request, sampling_params
-from forge_async.policy.turns import TurnLog, TurnSchedule
+from forge_async.policy.turns import Diverged, TurnLog, TurnSchedule
 from forge_async.policy.weight_plan import build_plan
 from forge_async.types import Completion
 
@@ -384,8 +384,10 @@ class PolicyEngine:
 
     def _fail(self, error: BaseException) -> None:
         posted = self._inbox.close(error)
-        died = EngineDied(f"the generator's engine ended: {type(error).__name__}: {error}")
-        died.__cause__ = error
+        died = error
+        if not isinstance(error, Diverged):
+            died = EngineDied(f"the generator's engine ended: {type(error).__name__}: {error}")
+            died.__cause__ = error
         futures = self._requests.clear()
         futures += [payload.future for kind, payload in posted if kind == "submit"]
         futures += [swap[2] for swap in self._swaps]

@@ -8,7 +8,7 @@ from typing import Any
 
 from forge_async.errors import ForgeError
 from forge_async.policy.lockstep import Command
-from forge_async.policy.turns import UNASKED, TurnLog, TurnSchedule
+from forge_async.policy.turns import UNASKED, Diverged, TurnLog, TurnSchedule
 
 
 class EngineDied(ForgeError):
@@ -43,9 +43,11 @@ class Inbox:
         """Add a command.
 
         Raises:
-            EngineDied: nobody will take it.
+            EngineDied, Diverged: nobody will take it.
         """
         with self._wake:
+            if isinstance(self.failure, Diverged):
+                raise self.failure
             if self.failure is not None:
                 raise EngineDied(f"the engine died earlier: {self.failure}") from self.failure
             if self.stopped:

@@ -71,7 +71,7 @@ class Replay(Journal):
         self.compared["tokens"] += len(completion.token_ids)
 
     def failed(self, episode_id: str, reason: str, message: str) -> None:
-        if "Diverged" in message or episode_id not in self._failed:
+        if episode_id not in self._failed:
             raise Diverged(f"episode {episode_id} failed here and not when recorded ({reason}): {message}")
 
     def batch(self, step: int, groups: Sequence[Group], sequences: Sequence[TrainingSequence]) -> None:
@@ -111,7 +111,7 @@ class Replay(Journal):
         assert self._policy is not None
         for report in await self._policy.fan_out("reached", version - 3):
             if isinstance(report, BaseException):
-                raise Diverged(str(report))
+                raise report
 
 
 def _first_difference(here: Line, recorded: Line) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,8 +69,10 @@ class Recorded:
         wanted = done if steps is None else steps
         if not 1 <= wanted <= done:
             raise NotReplayable(f"--steps {wanted}: {run} has {done} steps that can be replayed.")
-        (folder / "config.yaml").write_text(head["config"], encoding="utf-8")
-        config: Config = load_config(folder / "config.yaml")
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+            file.write(head["config"])
+            file.flush()
+            config: Config = load_config(file.name)
         if config.resume:
             raise NotReplayable(f"{run} was resumed from a checkpoint: requests that were open then are not recorded.")
         return cls(folder, config, wanted, lines, _sessions(folder, config), list(_warnings(head)))

@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from forge_async.journal import Journal, completion_line, request_seed, runs, to
 from forge_async.policy.turns import Diverged
 from forge_async.replay import NotReplayable, Recorded, Replay
 from forge_async.replay.buffer import RecordedBuffer
+from forge_async.replay.command import watch
 from forge_async.replay.recorded import session_of
 from forge_async.types import Completion, Episode, Group, Prompt, StepStats, TrainingSequence, Turn
 
@@ -213,6 +215,22 @@ async def test_another_dataset_is_a_divergence(tmp_path: Path) -> None:
         await RecordedBuffer(recorded.config, recorded.lines).admit(iter([prompt("0-9")]))
     with pytest.raises(Diverged, match="the dataset has ended, recorded was prompt 0-0"):
         await RecordedBuffer(recorded.config, recorded.lines).admit(iter([]))
+
+
+async def test_a_schedule_that_cannot_go_on_ends_and_says_what_it_waits_for() -> None:
+    async def fan_out(*args: Any, **kwargs: Any) -> list[Any]:
+        return [{"turn": 7, "version": 1, "lacks": "turn 7 waits for submit 0-3.1~0"}]
+
+    async def call(*args: Any) -> list[Any]:
+        return [{"version": 1, "busy_s": 3.0}]
+
+    errors: list[Exception] = []
+    run = SimpleNamespace(
+        policy=SimpleNamespace(fan_out=fan_out), trainer=SimpleNamespace(call=call), fail=errors.append
+    )
+    await asyncio.wait_for(watch(run, stall_s=1.0), 10)  # type: ignore[arg-type]
+    with pytest.raises(Diverged, match="the schedule cannot go on. replica 0: turn 7 waits for submit 0-3"):
+        raise errors[0]
 
 
 def test_lines_of_completions_keep_their_tokens() -> None:

@@ -113,21 +113,24 @@ def machine() -> dict[str, str]:
 
 
 def completion_line(request_id: str, completion: Completion) -> Line:
-    """Token ids (zlib of int32, base64), runs of versions, and one byte per log-prob: a checksum of its bits."""
-    marks = bytes(zlib.crc32(value.tobytes()) & 255 for value in completion.logprobs.astype("<f4"))
+    """Token ids (zlib of int32, base64), runs of versions, and one byte per log-prob: a hash of its 32 bits."""
+    bits = completion.logprobs.astype(np.float32).view(np.uint32)
+    marks = (bits * np.uint32(2654435761) >> np.uint32(24)).astype(np.uint8)  # Knuth's multiplicative hash
     return {
         "k": "done",
         "request": request_id,
         "reason": completion.finish_reason,
-        "ids": base64.b64encode(zlib.compress(completion.token_ids.astype("<i4").tobytes())).decode(),
+        "ids": base64.b64encode(zlib.compress(completion.token_ids.astype("<i4").tobytes(), 1)).decode(),
         "versions": runs(completion.policy_versions),
         "kv": runs(completion.kv_versions),
-        "marks": base64.b64encode(marks).decode(),
+        "marks": base64.b64encode(marks.tobytes()).decode(),
     }
 
 
 def runs(versions: np.ndarray) -> list[list[int]]:
     """Runs of equal versions as [version, length]."""
+    if len(versions) and (versions == versions[0]).all():
+        return [[int(versions[0]), len(versions)]]
     starts = np.flatnonzero(np.diff(versions, prepend=-1))
     lengths = np.diff(starts, append=len(versions))
     return [[int(versions[start]), int(length)] for start, length in zip(starts, lengths, strict=True)]
@@ -139,7 +142,7 @@ def token_ids(line: Line) -> np.ndarray:
 
 
 def marks(line: Line) -> np.ndarray:
-    """uint8 [R]: the log-probs' checksums of a ``done`` line."""
+    """uint8 [R]: the log-probs' hashes of a ``done`` line."""
     return np.frombuffer(base64.b64decode(line["marks"]), np.uint8)
 
 

@@ -237,6 +237,7 @@ def test_lines_of_completions_keep_their_tokens() -> None:
     line = completion_line("r", completion())
     assert token_ids(line).tolist() == [5, 6, 7]
     assert line["versions"] == [[0, 2], [1, 1]] and line["kv"] == [[0, 3]]
+    assert runs(np.full(3, 4, np.int32)) == [[4, 3]]
     assert runs(np.zeros(0, np.int32)) == []
 
 

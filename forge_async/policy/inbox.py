@@ -65,16 +65,13 @@ class Inbox:
             Diverged: a forced turn cannot be repeated.
         """
         with self._wake:
-            commands = self._now(runnable, sampled)
-            if commands is None and not self.stopped:
-                self.idle_since = time.perf_counter()
-                while commands is None and not self.stopped:
-                    self._wake.wait()
-                    commands = self._now(runnable, sampled)
-                self.idle_since, self.lacks = None, ""
-            if self.stopped:
+            commands = None
+            while not self.stopped and (commands := self._now(runnable, sampled)) is None:
+                self.idle_since = self.idle_since or time.perf_counter()
+                self._wake.wait()
+            self.idle_since, self.lacks = None, ""
+            if commands is None:
                 return None
-        assert commands is not None
         if self.log is not None and commands:
             self.log.write(self.turn, sampled, commands)
         self.turn += 1

@@ -62,6 +62,15 @@ def test_commands_are_taken_before_the_recorded_turns_in_the_recorded_order(reco
     assert inbox.take(runnable=True, sampled=14) == [late], "after the last recorded turn it is free"
 
 
+def test_what_was_posted_before_a_stop_is_given_back() -> None:
+    """Its futures are failed by whoever closes the inbox."""
+    inbox, command = Inbox(), submit("a")
+    inbox.post(*command)
+    inbox.stop()
+    assert inbox.take(runnable=True, sampled=0) is None
+    assert inbox.close(RuntimeError("stopped")) == [command]
+
+
 def test_a_turn_waits_for_its_commands_and_says_for_which(recorded: Path) -> None:
     inbox = replaying(recorded)
     inbox.post(*submit("b"))

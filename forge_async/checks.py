@@ -11,6 +11,7 @@ import numpy as np
 from forge_async.buffer import PromptTooLong
 from forge_async.config import Config
 from forge_async.errors import RunFailed
+from forge_async.journal import request_seed
 from forge_async.mesh import ActorHandle, Service
 from forge_async.rollout.datasets import PromptSource, Row
 from forge_async.rollout.sequences import sampling_mask
@@ -63,7 +64,10 @@ async def check_ratios(
     if not sampling.records_mask:
         sampling = sampling.unrestricted()
     completions: list[Completion] = await asyncio.gather(
-        *(policy.call("generate", prompt.token_ids, sampling) for prompt in prompts)
+        *(
+            policy.call("generate", prompt.token_ids, sampling, name, request_seed(config.seed, name), session=name)
+            for name, prompt in ((f"check-{index}", prompt) for index, prompt in enumerate(prompts))
+        )
     )
     sequences = [_sequence(p, c, sampling.temperature) for p, c in zip(prompts, completions, strict=True)]
     scored: list[np.ndarray] = (await trainer.call("logprobs", sequences))[0]

@@ -1,4 +1,4 @@
-"""Command lines: what every app shares (config, overrides, errors, exit codes), and ``forge-async run CONFIG``."""
+"""Command lines: what every app shares (config, overrides, errors, exit codes), and ``forge-async run | replay``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells expect it."""
+DIFFERS = 3
+"""Exit code of a replay that came out differently."""
 
 
 def run_app(
@@ -70,12 +72,47 @@ async def doctor(config: Config) -> None:
 COMMANDS = {"run": train, "doctor": doctor}
 
 
+def replay_run(arguments: list[str]) -> int:
+    """Repeat a recorded run and compare every token, version and loss; stops at the first difference.
+
+    Exit codes: 0: all as recorded; 1: it cannot be replayed; 3: it came out differently; 130: interrupted.
+    """
+    from forge_async.policy.turns import Diverged
+    from forge_async.replay import replay
+
+    parser = argparse.ArgumentParser(
+        "forge-async replay", description=replay_run.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", help="folder of the run")
+    parser.add_argument("--steps", type=int, help="repeat only the first so many steps")
+    parser.add_argument("--stall-s", type=float, default=60.0, help="give up when nothing moved for so many seconds")
+    options = parser.parse_args(arguments)
+    try:
+        asyncio.run(replay(options.run, options.steps, options.stall_s))
+    except Diverged as error:
+        print(f"differs: {error}", file=sys.stderr)
+        return DIFFERS
+    except ForgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """``forge-async run|doctor CONFIG [key=value ...]``: train, or check everything that training relies on."""
+    """``forge-async run|doctor CONFIG [key=value ...]``: train, or check everything that training relies on.
+
+    ``forge-async replay RUN``: repeat a recorded run.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if len(arguments) >= 2 and arguments[0] in COMMANDS and not arguments[1].startswith("-"):
         return run_app(COMMANDS[arguments[0]], Config, arguments[1], main.__doc__, ["--config", *arguments[1:]])
+    if arguments[:1] == ["replay"]:
+        return replay_run(arguments[1:])
     print("usage: forge-async run|doctor CONFIG [--print-config] [key=value ...]", file=sys.stderr)
+    print("       forge-async replay RUN [--steps N] [--stall-s SECONDS]", file=sys.stderr)
     return 0 if arguments in (["-h"], ["--help"]) else 2
 
 

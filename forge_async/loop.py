@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from forge_async.buffer.ages import Ages, ages, kv_versions
 from forge_async.buffer.buffer import EQUAL_REWARDS, RolloutBuffer
 from forge_async.config import Config
 from forge_async.errors import ForgeError, RunFailed
+from forge_async.journal import Journal, request_seed
 from forge_async.mesh.actor import ActorHandle
 from forge_async.mesh.errors import ReplicaDied, ServiceGaveUp
 from forge_async.mesh.service import Service
@@ -127,6 +127,7 @@ class AsyncLoop:
         trainer: mesh of ``TrainerActor``.
         record: writes an event.
         version: the policy version at the start.
+        journal: takes what a replay needs.
     """
 
     def __init__(
@@ -140,10 +141,11 @@ class AsyncLoop:
         rewards: RewardPool,
         record: Record,
         version: int = 0,
+        journal: Journal | None = None,
     ) -> None:
         self.config, self.policy, self.trainer = config, policy, trainer
         self.buffer, self.source, self.environment, self.rewards = buffer, source, environment, rewards
-        self.record, self.version = record, version
+        self.record, self.version, self.journal = record, version, journal or Journal()
         self.tally = Tally()
         self.ended_early: str | None = None
         """Why there were fewer steps than asked for."""
@@ -153,8 +155,10 @@ class AsyncLoop:
         """The trainer's version at the last hold that was not released; void once a newer one is live."""
         self._stopping = False
         self._failed: asyncio.Future[ForgeError] = asyncio.get_running_loop().create_future()
+        self._requests: Counter[str] = Counter()
+        """Sent so far, by episode."""
         # Requests beyond what the engines decode at once wait here, where the next free replica can still be chosen.
-        self._seats = asyncio.Semaphore(config.policy.num_replicas * config.policy.max_num_seqs)
+        self.seats = asyncio.Semaphore(config.policy.num_replicas * config.policy.max_num_seqs)
 
     async def steps(self, count: int) -> AsyncIterator[Step]:
         """Run the loop for ``count`` optimizer steps or until the dataset ends.
@@ -199,6 +203,7 @@ class AsyncLoop:
     async def _admit(self) -> None:
         """Start one rollout per admitted prompt; waits for room in the buffer, ends with the source."""
         while (prompt := await self.buffer.admit(self.source)) is not None:
+            self.journal.admitted(prompt.prompt_id)
             self._start(self._rollout(prompt))
 
     async def _rollout(self, prompt: Prompt) -> None:
@@ -219,18 +224,29 @@ class AsyncLoop:
 
     def _episode_failed(self, episode_id: str, reason: str, message: str) -> None:
         self.tally.failed_episodes[reason] += 1
+        self.journal.failed(episode_id, reason, message)
         self.record("episode_failed", episode=episode_id, reason=reason, message=message)
 
-    async def _generate(self, prompt_token_ids: np.ndarray, sampling: SamplingConfig, session: str) -> Completion:
-        """One completion; sent again when its replica dies, within its rollout's time. Cancelled, it is aborted."""
-        request_id = uuid.uuid4().hex
+    async def _generate(
+        self, prompt_token_ids: np.ndarray, sampling: SamplingConfig, session: str, episode_id: str
+    ) -> Completion:
+        """One completion; sent again when its replica dies, within its rollout's time. Cancelled, it is aborted.
+
+        Its draws depend on the run's seed, the prompt, the number of the episode and that of the request alone.
+        """
+        request_id = ""
         try:
             while True:
+                request_id = f"{episode_id}~{self._requests[episode_id]}"
+                self._requests[episode_id] += 1
+                seed = request_seed(self.config.seed, request_id)
                 try:
-                    async with self._seats:
-                        return await self.policy.call(
-                            "generate", prompt_token_ids, sampling, request_id, session=session
+                    async with self.seats:
+                        completion: Completion = await self.policy.call(
+                            "generate", prompt_token_ids, sampling, request_id, seed, session=session
                         )
+                    self.journal.completed(request_id, completion)
+                    return completion
                 except ReplicaDied as error:
                     self.tally.requeued += 1
                     self.record("requeued", session=session, cause=str(error))
@@ -254,9 +270,11 @@ class AsyncLoop:
                 f"a token of staleness {staleness.max} was about to be trained at version {self.version}, the bound is "
                 f"{self.config.buffer.token_bound}: a defect of the buffer's gate."
             )
+        self.journal.batch(index, batch, sequences)
         if self.config.policy.update.rules.holds:
             await self._hold()
         stats: StepStats = (await self._trainer("step", sequences))[0]
+        self.journal.trained(index, stats)
         publish_s = 0.0
         self.buffer.trained(batch, stats.version)
         self.version = stats.version
@@ -264,6 +282,7 @@ class AsyncLoop:
             self.record("step_skipped", step=index, reason="no token had a loss")
             await self._release()
         else:
+            await self.journal.before_publish(stats.version)
             began = time.monotonic()
             await self._trainer("publish")  # the weights are handed over; the next step runs beside the rest
             publish_s = time.monotonic() - began
@@ -300,6 +319,7 @@ class AsyncLoop:
         await self._ask_replicas("follow", version)
         published = (await self._trainer("published", version))[0]
         self.tally.digests[version] = published["digest"]
+        self.journal.published(version, published["digest"])
         self.record("published", **published)
         await self._follow(version, published["digest"])
 

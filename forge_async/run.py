@@ -17,15 +17,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_async.buffer import Ledger, RolloutBuffer
 from forge_async.checks import check_ratios, fresh_prompts, sampling_bias
 from forge_async.config import Config, to_yaml
 from forge_async.errors import ConfigError, ForgeError, RunFailed, prefix_errors
+from forge_async.journal import FAULTS, Journal, turns_file
 from forge_async.loop import AsyncLoop, Step
 from forge_async.mesh import ActorHandle, MeshRuntime, Service, plan_placement
 from forge_async.mesh.runtime import visible_gpus
+from forge_async.mesh.service import Replica
 from forge_async.observability import (
     Console,
     EpisodeRecorder,
@@ -39,6 +41,7 @@ from forge_async.observability import (
     plot_run,
 )
 from forge_async.policy.actor import PolicyActor
+from forge_async.policy.turns import Diverged
 from forge_async.prepare import ensure_model, load_tokenizer, model_positions
 from forge_async.rollout.datasets import PromptSource
 from forge_async.rollout.environment import SingleTurnEnvironment
@@ -47,10 +50,15 @@ from forge_async.store import WeightStore
 from forge_async.trainer.actor import TrainerActor
 from forge_async.trainer.checkpoint import META_FILE
 
+if TYPE_CHECKING:
+    from forge_async.replay import Replay
+
 
 @asynccontextmanager
-async def launch(config: Config) -> AsyncIterator[Run]:
+async def launch(config: Config, replay: Replay | None = None) -> AsyncIterator[Run]:
     """Bring a run up and hand out its handle; on every way out it is shut down and its summary written.
+
+    With ``replay`` it repeats a recorded run: see ``forge_async.replay``.
 
     Raises:
         ForgeError: a setting, a file, or the log-prob check is wrong; nothing was trained then.
@@ -61,7 +69,7 @@ async def launch(config: Config) -> AsyncIterator[Run]:
         allowed = f"at most {positions}, the max_position_embeddings of {config.model.path}"
         raise ConfigError("policy.max_model_len", config.policy.max_model_len, allowed)
     folder = RunFolder.open(config.resume) if config.resume else RunFolder.create(config.output_dir, config.name)
-    run = Run(config, folder)
+    run = Run(config, folder, replay)
     folder.write_config(to_yaml(config))
     outcome = "failed"
     try:
@@ -73,6 +81,8 @@ async def launch(config: Config) -> AsyncIterator[Run]:
                 outcome = "finished"
             except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
                 outcome = "interrupted"
+                raise
+            except Diverged:
                 raise
             except RunFailed as error:
                 resume = run._newest_checkpoint()
@@ -87,8 +97,8 @@ async def launch(config: Config) -> AsyncIterator[Run]:
 class Run:
     """The handle of a run. Made by :func:`launch`."""
 
-    def __init__(self, config: Config, folder: RunFolder) -> None:
-        self.config, self.folder = config, folder
+    def __init__(self, config: Config, folder: RunFolder, replay: Replay | None = None) -> None:
+        self.config, self.folder, self.replay = config, folder, replay
         self.policy: Service
         self.trainer: ActorHandle
         self.store: WeightStore
@@ -102,6 +112,7 @@ class Run:
         self._events = EventLog(folder.events)
         self._metrics = MetricsLogger(folder.path, config.metrics)
         self._recorder = EpisodeRecorder(folder.episodes, config.metrics.episodes_per_step, config.seed)
+        self._journal = replay or Journal(folder.schedule if config.metrics.record_schedule else None)
         self._tokenizer: Any = None
         self._idle, self._generated = IdleMeter(), RateMeter()
         self._discarded, self._recomputed = RateMeter(), RateMeter()
@@ -130,6 +141,8 @@ class Run:
             yield step
             every = self.config.checkpoint.every_steps
             # The last one here, too: prompts open now are dropped when the loop ends, but a resume goes on with them.
+            if self.replay is not None:
+                continue
             if self._steps == remaining or (every and step.stats.version % every == 0):
                 await self.checkpoint()
         if self._loop.ended_early is not None:
@@ -223,6 +236,11 @@ class Run:
         except ForgeError as error:
             raise RunFailed(f"the trainer failed in {endpoint!r}: {error}") from error
 
+    def fail(self, error: ForgeError) -> None:
+        """End the run with ``error``, whatever it waits for."""
+        assert self._loop is not None
+        self._loop.fail(error)
+
     # ---- start ----
 
     async def _start(self) -> None:
@@ -238,10 +256,16 @@ class Run:
         if state:
             self._source.restore(state["source"], ledger.restore(state["ledger"]))
         samples = fresh_prompts(config, tokenizer, self._source.rows, room)
-        self.buffer = RolloutBuffer(config.buffer, ledger, self.version)
+        replay = self.replay
+        self.buffer = RolloutBuffer(config.buffer, ledger, self.version) if replay is None else replay.buffer(config)
         gpus = config.trainer.device != "cpu" and bool(visible_gpus())
         ranks = config.policy.tensor_parallel_size
         placement = plan_placement(config.placement, config.trainer.procs, config.policy.num_replicas, ranks)
+
+        threads = {"trainer": len(placement.trainer) / config.trainer.procs, "policy": len(placement.policy[0]) / ranks}
+        self._journal.started("cuda" if gpus else "cpu", threads, to_yaml(config))
+        if config.resume:
+            self._journal.close()  # what was open at the checkpoint is not in the schedule
 
         self.console.phase("starting the weight store and the reward workers")
         dtype = config.policy.dtype if config.store.dtype == "auto" else config.store.dtype
@@ -271,6 +295,7 @@ class Run:
         self.console.phase("publishing the first weights")
         version = (await self.trainer.call("publish"))[0]
         published = (await self.trainer.call("published", version))[0]
+        self._journal.published(version, published["digest"])
         self._events.write("published", **published)
         for report in await self.policy.fan_out("sync", published["version"]):
             if isinstance(report, BaseException):
@@ -283,9 +308,12 @@ class Run:
             self._source,
             SingleTurnEnvironment(tokenizer),
             self.rewards,
-            self._events.write,
+            self._record,
             self.version,
+            self._journal,
         )
+        if replay is not None:
+            replay.attach(self._loop, self.policy)
         self._loop.tally.digests[self.version] = published["digest"]
         # Told at once, also while nothing waits for them: a batch may take minutes to come.
         self.trainer.on_death(lambda: self._lost("the trainer failed", self.trainer.death_cause))
@@ -311,14 +339,25 @@ class Run:
             await self.trainer.call("setup")
 
     async def _set_up_policy(self) -> None:
+        async def set_up(replica: Replica) -> None:
+            assert replica.handle is not None
+            name = turns_file(replica.index)
+            folder = self._journal.folder
+            record = str((folder / name).resolve()) if folder is not None and not self.config.resume else None
+            replay = str((self.replay.recorded.folder / name).resolve()) if self.replay is not None else None
+            await replica.handle.call("setup", record=record, replay=replay)
+
         with prefix_errors("policy"):
-            for report in await self.policy.fan_out("setup"):
-                if isinstance(report, BaseException):
-                    raise report
+            await asyncio.gather(*map(set_up, self.policy.replicas))
+
+    def _record(self, kind: str, **fields: Any) -> None:
+        self._events.write(kind, **fields)
+        if kind in FAULTS:
+            self._journal.fault(kind)
 
     async def _on_respawn(self, handle: ActorHandle) -> None:
         """A new replica builds its engine and takes the newest published version before it gets requests."""
-        self._events.write("respawned", pids=handle.pids())
+        self._record("respawned", pids=handle.pids())
         await handle.call("setup")
         synced, held_at = -1, None
         # What the loop tells the replicas meanwhile does not reach it, as it is not healthy yet. Between the last
@@ -342,7 +381,8 @@ class Run:
         assert self._loop is not None
         if not self._steps:
             return  # nothing was trained
-        await self.checkpoint()
+        if self.replay is None:
+            await self.checkpoint()
         if self.config.checkpoint.export_hf:
             target = self.folder.path / "model"
             self.console.phase(f"exporting the model to {target}")
@@ -363,7 +403,8 @@ class Run:
         self._events.close()
         self._metrics.close()
         self._recorder.close()
-        if self._loop is None:
+        self._journal.close()
+        if self._loop is None or self.replay is not None:
             return
         plot = None
         if self.config.metrics.plot and self._steps:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_async import model_zoo
+from forge_async import cli, model_zoo
 from forge_async.config import Config, SFTConfig, _valid_keys, load_config
 from forge_async.observability import Summary
 
@@ -84,6 +84,18 @@ def test_the_model_zoo_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (words,) = [words for words in commands("bash") if words[:3] == ["python", "-m", "forge_async.model_zoo"]]
     assert model_zoo.main(words[3:]) == 0
     assert (tmp_path / words[4] / "config.json").exists()
+
+
+def test_the_replay_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are understood, up to the run that is not there."""
+    monkeypatch.chdir(tmp_path)
+    lines = [line for block in BLOCKS for line in block.text.splitlines() if line.startswith("forge-async replay ")]
+    assert len(lines) >= 2
+    for line in lines:
+        assert cli.main(shlex.split(line)[1:]) == 1
+        assert "schedule/loop.jsonl" in capsys.readouterr().err
 
 
 def test_scripts_that_are_only_shown_exist() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from forge_async.config import Config
 from forge_async.errors import RunFailed
+from forge_async.journal import Journal
 from forge_async.mesh import ActorDied
 from forge_async.run import Run
 
@@ -26,7 +27,7 @@ async def test_a_respawned_replica_takes_what_is_published_while_it_starts():
                 digests[2] = "c"  # published meanwhile
 
     run = object.__new__(Run)
-    run._events = SimpleNamespace(write=lambda *args, **fields: None)
+    run._events, run._journal = SimpleNamespace(write=lambda *args, **fields: None), Journal()
     run._loop = SimpleNamespace(tally=SimpleNamespace(digests=digests), held_at=None)
     await run._on_respawn(Handle())
     assert calls == [("setup",), ("sync", 1), ("sync", 2)]
@@ -47,7 +48,7 @@ async def test_a_respawned_replica_is_held_exactly_if_the_others_are():
                 loop.tally.digests[4], loop.held_at = "b", 4  # the next one is trained, and the one after it begins
 
     run = object.__new__(Run)
-    run._events = SimpleNamespace(write=lambda *args, **fields: None)
+    run._events, run._journal = SimpleNamespace(write=lambda *args, **fields: None), Journal()
     run._loop = loop
     await run._on_respawn(Handle())
     assert calls == [("setup",), ("sync", 3), ("hold", 3), ("release",), ("sync", 4), ("hold", 4)]

@@ -101,6 +101,10 @@ class Service:
             finally:
                 replica.in_flight -= 1
 
+    def pin(self, session: str, index: int) -> None:
+        """Send ``session`` to replica ``index`` while that lives, as if its first call had gone there."""
+        self._sessions[session] = index
+
     async def fan_out(self, name: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         """Call endpoint ``name`` on every process of every replica at once; rank 0's results by replica.
 

@@ -21,6 +21,8 @@ class MetricsConfig:
     """Sampled episodes per step in ``episodes.jsonl``; 0 records none."""
     plot: bool = True
     """Draw ``reward.png`` at the end."""
+    record_schedule: bool = True
+    """Write ``schedule/``: what ``forge-async replay`` needs to repeat the run."""
 
     def __post_init__(self) -> None:
         require(self.episodes_per_step >= 0, "episodes_per_step", self.episodes_per_step, "0 (none) or more")

@@ -80,6 +80,10 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def schedule(self) -> Path:
+        return self.path / "schedule"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 

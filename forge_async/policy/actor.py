@@ -22,6 +22,7 @@ from forge_async.errors import ForgeError
 from forge_async.mesh import ForgeActor
 from forge_async.policy.attestation import DigestMismatchError, attest, attest_parts
 from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.policy.turns import TurnLog, TurnSchedule, read_turns
 from forge_async.policy.weight_plan import WeightMismatchError
 from forge_async.store.digest import tensor_digest
 from forge_async.types import Completion
@@ -99,10 +100,14 @@ class PolicyActor(ForgeActor):
         """What :meth:`sync` reports; the folder's own weights count as older, so that its version is attested too."""
         self._background = ThreadPoolExecutor(1, "weights", lower_priority, (config.update.pull_nice,))
         self._digest_mismatches = 0
+        self._swaps: list[tuple[int, bool]] = []
+        """Of a replay: the versions still to be swapped in, and whether their layers are to be packed."""
         self._drained: dict[str, Any] = {}
 
     @concurrent_endpoint
-    async def setup(self, stream: int | None = None) -> dict[str, float]:
+    async def setup(
+        self, stream: int | None = None, record: str | None = None, replay: str | None = None
+    ) -> dict[str, float]:
         """Build the engine (tens of seconds), prove the weight plan, warm up, and start to follow the store.
 
         Where the store holds a version already, as for a replica that replaces a dead one, the newest is live when this
@@ -112,6 +117,8 @@ class PolicyActor(ForgeActor):
             stream: number of this replica's random stream. None takes the process id (of several processes the port
                 they met at), since replicas must not draw the same samples; pass a number, or a seed with each
                 request, where draws are to be repeatable.
+            record: file that the engine's turns are written to (``turns.py``).
+            replay: such a file, whose turns are repeated.
         Returns:
             Seconds per phase: ``build_s``, ``plan_s``, ``warm_up_s``.
         """
@@ -124,7 +131,15 @@ class PolicyActor(ForgeActor):
         seed = (self.seed * 1_000_003 + stream) % 2**31
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         engine = PolicyEngine(self.config, self.model_path, self._first_version, seed)
-        engine.on_death = _end_process
+        if replay is not None:
+            schedule = TurnSchedule(read_turns(Path(replay)))
+            self._swaps = schedule.swaps
+        if self._rank == 0 and replay is not None:
+            engine.use(schedule)  # whoever replays is told of an engine's end, and needs no other engine
+        else:
+            engine.on_death = _end_process
+        if self._rank == 0 and record is not None:
+            engine.use(TurnLog(Path(record)))
         self._engine = engine
         if self._rank > 0:
             loop = asyncio.get_running_loop()
@@ -188,6 +203,14 @@ class PolicyActor(ForgeActor):
         if self._rank > 0:
             return {}
         return await self._until_live(version)
+
+    @concurrent_endpoint
+    async def reached(self, version: int) -> None:
+        """In a replay: returns once all versions up to ``version`` that this replica has to take are in its hands."""
+        async with self._applied:
+            await self._applied.wait_for(
+                lambda: not self._swaps or self._swaps[0][0] > version or self._follower_error() is not None
+            )
 
     @concurrent_endpoint
     async def hold(self, version: int) -> None:
@@ -300,7 +323,7 @@ class PolicyActor(ForgeActor):
             while True:
                 await self._told.wait()
                 self._told.clear()
-                while self._last_update["version"] < self._wanted:
+                while (self._swaps[0][0] if self._swaps else self._last_update["version"] + 1) <= self._wanted:
                     await self._pull_and_swap(engine)
         except BaseException as error:
             if self._rank > 0 and isinstance(error, Exception) and not isinstance(error, AGREED):
@@ -315,12 +338,18 @@ class PolicyActor(ForgeActor):
     async def _pull_and_swap(self, engine: PolicyEngine) -> None:
         """One update. The lease is held until the swap is done, since the tensors may be views of shared memory."""
         assert self.store is not None
-        if self._rank == 0:
+        packs = None
+        if self._swaps:
+            await self.store.wait_for_newer(self._swaps[0][0] - 1)
+            lease = await self.store.acquire(self._swaps[0][0])
+            packs = self._swaps.pop(0)[1]
+            await self._wake_waiters()
+        elif self._rank == 0:
             lease = await self.store.acquire_next(self._wanted)
         else:
             lease = await self.store.acquire(self._wanted)
         digests = engine.lockstep is None
-        preparing = asyncio.ensure_future(self._beside(lambda: engine.prepare(lease, lease.shapes, digests)))
+        preparing = asyncio.ensure_future(self._beside(lambda: engine.prepare(lease, lease.shapes, digests, packs)))
         try:
             update = await self._swap(engine, lease, preparing)
             async with self._applied:

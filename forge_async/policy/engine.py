@@ -12,11 +12,7 @@ With tensor parallelism every rank has such an engine, and those of the other ra
 
 One thread does everything to the engine, in this order, so that a forward pass never sees two versions and a token's
 label is the version whose weights computed it. When a swap is due, and what becomes of the requests that run, is the
-mode's (``updates.py``).
-
-Keys and values. A request's cache begins at the version it was salted with, and no other version's requests read it:
-requests beyond ``max_num_seqs`` wait here rather than inside vLLM, and one which has no keys and values there when the
-version changes (not scheduled yet, or preempted for lack of memory) comes back and is submitted again.
+mode's (``updates.py``); the requests themselves are in ``life_cycle.py``.
 """
 
 from __future__ import annotations
@@ -25,12 +21,10 @@ import collections
 import itertools
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,61 +32,18 @@ import torch
 from forge_async.errors import DataError, ForgeError, require
 from forge_async.policy import checkpoint, vllm_compat
 from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.policy.counters import EngineCounters, SwapReport
+from forge_async.policy.inbox import EngineDied, Inbox
+from forge_async.policy.life_cycle import Requests, fulfil
 from forge_async.policy.live_weights import LiveWeights, Prepared
 from forge_async.policy.lockstep import Command, Lockstep, LockstepBroken
 from forge_async.policy.request import Request, sampling_params
-from forge_async.policy.updates import UpdateRules
+from forge_async.policy.turns import Diverged, TurnLog, TurnSchedule
 from forge_async.policy.weight_plan import build_plan
-from forge_async.types import Completion, FinishReason
+from forge_async.types import Completion
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine, RequestOutput
-
-
-class EngineDied(ForgeError):
-    """The engine thread ended by an error, which is the cause; every request it held has failed."""
-
-
-@dataclass(frozen=True)
-class SwapReport:
-    """What one swap did."""
-
-    version: int
-    previous_version: int
-    pause_ms: float
-    """Time between two forward passes that the swap took, milliseconds."""
-    in_flight: int
-    """Requests that were running when it came."""
-    nbytes: int
-    """Bytes of the version, as the model holds it."""
-
-
-@dataclass
-class EngineCounters:
-    """Sums since the start or the last reset."""
-
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
-    finished: int = 0
-    abort_requested: int = 0
-    """Requests ended because somebody asked for it."""
-    aborted: int = 0
-    """Requests that ended as aborted although nobody asked."""
-    swaps: int = 0
-    swaps_in_flight: int = 0
-    """Swaps with at least one request running."""
-    discarded_tokens: int = 0
-    """Generated tokens that a swap threw away (they count in ``generated_tokens`` too)."""
-    recomputed_tokens: int = 0
-    """Tokens of prompts and prefixes whose keys and values a swap threw away, to be computed anew."""
-    steps: int = 0
-    busy_s: float = 0.0
-    """Seconds in forward passes and swaps."""
-    idle_s: float = 0.0
-    """Seconds without any request to run."""
-    held_s: float = 0.0
-    """The part of ``idle_s`` in which requests waited for a version."""
-    swap_ms: list[float] = field(default_factory=list)
+    from vllm import LLMEngine
 
 
 class PolicyEngine:
@@ -100,13 +51,10 @@ class PolicyEngine:
 
     def __init__(self, config: PolicyConfig, model_path: str | Path, version: int = 0, seed: int = 0) -> None:
         self.config, self.model_path, self.seed = config, str(model_path), seed
-        self.version = version
-        """Of the live weights; written by the engine thread only."""
         self.on_death: Callable[[BaseException], None] | None = None
         """Called in the engine thread, with the cause, when it has ended by an error after its start."""
         self.on_announced: Callable[[int], Any] | None = None
         """Called in the engine thread of ranks other than 0 with the version that rank 0 is about to swap in."""
-        self.counters = EngineCounters()
         self.lockstep: Lockstep | None = None
         """Set by :meth:`start` where this is one of several tensor-parallel ranks."""
         self.weights: LiveWeights
@@ -115,31 +63,37 @@ class PolicyEngine:
         self._native_mask = False
         """vLLM records the sampling masks itself."""
         self._engine: LLMEngine
-        self._inbox: collections.deque[tuple[str, Any]] = collections.deque()
-        self._wake = threading.Condition()
-        self._waiting: collections.deque[Request] = collections.deque()
-        self._active: dict[str, Request] = {}
-        """The caller's id -> request that vLLM has."""
-        self._names: dict[str, Request] = {}
-        """The caller's id -> request, waiting or active."""
+        self._requests = Requests(config.max_num_seqs, version)
+        self._inbox = Inbox()
         self._swaps: collections.deque[tuple[int, Prepared, Future[SwapReport]]] = collections.deque()
         """Asked for and not due yet: the requests that run are ended first."""
         self._held_at = -1
         """Nothing is admitted while the live version is this one or an older one."""
         self._quiet: list[Future[None]] = []
         """Futures of :meth:`hold`."""
-        self._failure: BaseException | None = None
         self._condemned: BaseException | None = None
         """Why :meth:`condemn` ended the engine."""
-        self._stopped = False
-        self._idle_since: float | None = None
-        self._sampled = 0
-        """Checksum of all sampled tokens: the same on every rank."""
         self._numbers = itertools.count()
         self._started: Future[dict[str, float]] = Future()
         self._thread = threading.Thread(target=self._main, name="policy-engine", daemon=True)
 
+    @property
+    def version(self) -> int:
+        """Of the live weights; written by the engine thread only."""
+        return self._requests.version
+
+    @property
+    def counters(self) -> EngineCounters:
+        return self._requests.counters
+
     # ---- calls from any thread ----
+
+    def use(self, turns: TurnLog | TurnSchedule) -> None:
+        """Write the turns down, or repeat recorded ones; before :meth:`start`."""
+        if isinstance(turns, TurnLog):
+            self._inbox.log = turns
+        else:
+            self._inbox.schedule = turns
 
     def start(self) -> dict[str, float]:
         """Build the engine, prove the weight plan and warm up; returns the seconds each took. Blocks for long."""
@@ -182,24 +136,26 @@ class PolicyEngine:
             )
         params = sampling_params(sampling, seed, self._vocabulary, self._native_mask)
         request = Request(name, prompt, params, Future(), sampling.records_mask)
-        self._post("submit", request)
+        self._inbox.post("submit", request)
         return request.future
 
     def abort(self, request_id: str) -> None:
         """End a request early: its completion has the tokens so far, finish reason ``abort``. Unknown ids are fine."""
-        self._post("abort", request_id)
+        self._inbox.post("abort", request_id)
 
     def prepare(
         self,
         tensors: Mapping[str, torch.Tensor],
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         digests: bool = False,
+        packs: bool | None = None,
     ) -> Prepared:
         """All of a swap to ``tensors`` (HF name -> full tensor) that can be done while the engine steps.
 
         In any thread, one at a time; see :meth:`LiveWeights.prepare` for the arguments and errors.
         """
-        return self.weights.prepare(tensors, self.counters.busy_s / max(self.counters.steps, 1), shapes, digests)
+        step_s = self.counters.busy_s / max(self.counters.steps, 1)
+        return self.weights.prepare(tensors, step_s, shapes, digests, packs)
 
     def swap(self, version: int, weights: Prepared | Mapping[str, torch.Tensor]) -> Future[SwapReport]:
         """Make ``weights`` live, labelled ``version``, between two forward passes.
@@ -210,7 +166,7 @@ class PolicyEngine:
         if version < self.version:
             raise ForgeError(f"version {version} is older than the live one, {self.version}: versions never decrease")
         future: Future[SwapReport] = Future()
-        self._post("swap", (version, prepared, future))
+        self._inbox.post("swap", (version, prepared, future))
         return future
 
     def hold(self, version: int) -> Future[None]:
@@ -219,41 +175,41 @@ class PolicyEngine:
         The future is done when no request runs any more; at once where a newer version is live already.
         """
         future: Future[None] = Future()
-        self._post("hold", (version, future))
+        self._inbox.post("hold", (version, future))
         return future
 
     def release(self) -> None:
         """End :meth:`hold` without a new version."""
-        self._post("release", None)
+        self._inbox.post("release", None)
 
     def announce(self, version: int) -> None:
         """Tell the other ranks to pull ``version`` and swap it as this one will."""
         if self.lockstep is not None:
-            self._post("announce", version)
+            self._inbox.post("announce", version)
 
     def status(self) -> dict[str, Any]:
         """A snapshot of counters and queue lengths."""
-        idle_since = self._idle_since
+        idle_since = self._inbox.idle_since
         sums = {name: getattr(self.counters, name) for name in self.counters.__dataclass_fields__}
         sums["swap_ms"] = list(self.counters.swap_ms)
         if idle_since is not None:
             waited = time.perf_counter() - idle_since
             sums["idle_s"] += waited
-            sums["held_s"] += waited if self._waiting else 0.0
+            sums["held_s"] += waited if self._requests.waiting else 0.0
         return sums | {
             "version": self.version,
-            "running": len(self._active),
-            "waiting": len(self._waiting) + sum(kind == "submit" for kind, _ in list(self._inbox)),
+            "running": len(self._requests.active),
+            "waiting": len(self._requests.waiting) + self._inbox.submitted(),
             "draining": bool(self._swaps),
             "held": self._held,
-            "failed": None if self._failure is None else repr(self._failure),
+            "failed": None if self._inbox.failure is None else repr(self._inbox.failure),
+            "turn": self._inbox.turn,
+            "lacks": self._inbox.lacks,
         }
 
     def stop(self) -> None:
         """End the thread after the current forward pass; unfinished requests fail. Safe to call twice."""
-        with self._wake:
-            self._stopped = True
-            self._wake.notify()
+        self._inbox.stop()
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -261,15 +217,6 @@ class PolicyEngine:
         """End as :meth:`stop` does, because of ``cause``: requests running and to come fail with it."""
         self._condemned = cause
         self.stop()
-
-    def _post(self, kind: str, payload: Any) -> None:
-        with self._wake:
-            if self._failure is not None:
-                raise EngineDied(f"the engine died earlier: {self._failure}") from self._failure
-            if self._stopped:
-                raise EngineDied("the engine was stopped")
-            self._inbox.append((kind, payload))
-            self._wake.notify()
 
     # ---- the engine thread ----
 
@@ -296,15 +243,15 @@ class PolicyEngine:
         self._update()
         began = time.perf_counter()
         if self._held or self._swaps:
-            self._withdraw([request for request in self._without_kv() if not request.token_ids])
+            self._requests.withdraw_unstarted()
         else:
-            self._admit()
-        if self._active:
-            self._step()
+            self._requests.admit()
+        if self._requests.active:
+            self._requests.step()
             self.counters.busy_s += time.perf_counter() - began
-        if not (self._active and self._held):
+        if not (self._requests.active and self._held):
             for future in self._quiet:
-                _fulfil(future, None)
+                fulfil(future, None)
             self._quiet.clear()
 
     def _build(self) -> dict[str, float]:
@@ -317,7 +264,7 @@ class PolicyEngine:
         vocabulary = checkpoint.read_config(self.model_path)["vocab_size"]
         assert isinstance(vocabulary, int)
         vllm_compat.mask_params(config.sampling, vocabulary, self._native_mask)  # refused before anything is loaded
-        self._engine = vllm_compat.build_engine(
+        self._engine = self._requests.vllm = vllm_compat.build_engine(
             return_sampling_mask=self._native_mask,
             model=self.model_path,
             dtype=config.dtype,
@@ -354,27 +301,27 @@ class PolicyEngine:
         for i in range(min(4, self.config.max_num_seqs)):
             prompt = np.full(min(8, self.config.max_model_len - 4) or 1, i % self._vocabulary, dtype=np.int32)
             params = sampling_params(sampling, None, self._vocabulary, self._native_mask)
-            self._accept(Request(f"warm-up-{i}", prompt, params, Future()))
-        while self._waiting or self._active:
-            self._admit(salt="warm-up")
-            self._step()
-        self.counters = EngineCounters()
+            self._requests.accept(Request(f"warm-up-{i}", prompt, params, Future()))
+        while self._requests.names:
+            self._requests.admit(salt="warm-up")
+            self._requests.step()
+        self._requests.counters, self._requests.sampled = EngineCounters(), 0
 
     def _take_inbox(self) -> bool:
         """Take what was posted, waiting while there is no request to run; False when stopped."""
         if self.lockstep is not None and self.lockstep.rank > 0:
-            posted = self.lockstep.receive(self._own_swap, self._sampled)
+            posted = self.lockstep.receive(self._own_swap, self._requests.sampled)
         else:
             posted = self._await_inbox()
             if self.lockstep is not None:
-                self.lockstep.send(posted, self._sampled)
+                self.lockstep.send(posted, self._requests.sampled)
         if posted is None:
             return False
         for kind, payload in posted:
             if kind == "submit":
-                self._accept(payload)
+                self._requests.accept(payload)
             elif kind == "abort":
-                self._abort(payload)
+                self._requests.abort(payload)
             elif kind == "swap":
                 self._swaps.append(payload)
             elif kind == "hold":
@@ -388,38 +335,25 @@ class PolicyEngine:
 
     def _await_inbox(self) -> list[Command] | None:
         """What was posted; waits while there is neither that nor a request to run. None when stopped."""
-        with self._wake:
-            if not (self._inbox or self._stopped or self._runnable):
-                began = self._idle_since = time.perf_counter()
-                self._wake.wait_for(lambda: bool(self._inbox) or self._stopped)
-                self._idle_since = None
-                waited = time.perf_counter() - began
-                self.counters.idle_s += waited
-                self.counters.held_s += waited if self._waiting else 0.0
-            if self._stopped:
-                return None
-            posted = list(self._inbox)
-            self._inbox.clear()
+        began = time.perf_counter()
+        posted = self._inbox.take(self._runnable, self._requests.sampled)
+        if not self._requests.active:
+            waited = time.perf_counter() - began
+            self.counters.idle_s += waited
+            self.counters.held_s += waited if self._requests.waiting else 0.0
         return posted
 
     def _own_swap(self, version: int) -> Any:
         """On ranks other than 0: this rank's own swap to ``version``, which the actor posts when it has pulled it."""
-        with self._wake:
-            self._wake.wait_for(lambda: bool(self._inbox) or self._stopped)
-            if self._inbox:
-                _, payload = self._inbox.popleft()
-                if payload[0] == version:
-                    return payload
+        command = self._inbox.take_one()
+        if command is not None and command[1][0] == version:
+            return command[1]
         raise LockstepBroken(f"rank 0 swaps to version {version}, which this rank does not have")
-
-    @property
-    def _rules(self) -> UpdateRules:
-        return self.config.update.rules
 
     @property
     def _runnable(self) -> bool:
         """There is something to do without a further command."""
-        return bool(self._active or self._swaps or (self._waiting and not self._held))
+        return bool(self._requests.active or self._swaps or (self._requests.waiting and not self._held))
 
     @property
     def _held(self) -> bool:
@@ -427,109 +361,11 @@ class PolicyEngine:
 
     def _update(self) -> None:
         """Carry out the swaps that are due. Nobody cancels one that has begun: its tensors stay valid then."""
-        while self._swaps and not (self._active and self._rules.drains):
+        while self._swaps and not (self._requests.active and self.config.update.rules.drains):
             version, prepared, future = self._swaps[0]
             if future.set_running_or_notify_cancel():
                 self._swap(version, prepared, future)
             self._swaps.popleft()
-
-    def _carry_over(self) -> None:
-        """Treat the requests in vLLM as the mode says, between the change of weights and the next forward pass."""
-        rules = self._rules
-        empty = {request.request_id for request in self._without_kv()}
-        taken = [request for request in self._active.values() if rules.withdraws or request.request_id in empty]
-        if rules.withdraws or rules.recomputes:
-            for request in self._active.values():
-                computed = vllm_compat.computed_tokens(self._engine, request.internal_id)
-                # What starts over is generated anew, not computed anew: those tokens are the discarded ones.
-                self.counters.recomputed_tokens += min(computed, len(request.prompt)) if rules.restarts else computed
-        if rules.restarts:
-            self.counters.discarded_tokens += sum(request.restart() for request in taken)
-        self._withdraw(taken)
-        if rules.recomputes and self._active:
-            self._engine.reset_prefix_cache(reset_running_requests=True)
-            for request in self._active.values():
-                request.kv_version = self.version
-
-    def _without_kv(self) -> list[Request]:
-        """Requests in vLLM which have no keys and values there: not scheduled yet, or preempted."""
-        queued = vllm_compat.queued_requests(self._engine)
-        return [request for request in self._active.values() if request.internal_id in queued] if queued else []
-
-    def _withdraw(self, requests: Sequence[Request]) -> None:
-        """Take requests out of vLLM and put them first in line, with what they have generated."""
-        if requests:
-            self._engine.abort_request([request.internal_id for request in requests], internal=True)
-        for request in reversed(requests):
-            del self._active[request.request_id]
-            self._waiting.appendleft(request)
-
-    def _accept(self, request: Request) -> None:
-        if request.request_id in self._names:
-            _fulfil(request.future, DataError(f"{request.request_id}: a request of this id is running already"))
-            return
-        self._names[request.request_id] = request
-        self._waiting.append(request)
-
-    def _admit(self, salt: str | None = None) -> None:
-        """Hand waiting requests to vLLM while it has places. The salt keeps prefix-cache blocks of versions apart."""
-        while self._waiting and len(self._active) < self.config.max_num_seqs:
-            request = self._waiting.popleft()
-            if request.kv_version < 0:
-                self.counters.prompt_tokens += len(request.prompt)
-            request.kv_version, request.submitted_at = self.version, len(request.token_ids)
-            ids = [*request.prompt.tolist(), *request.token_ids]
-            prompt = {"prompt_token_ids": ids, "cache_salt": salt or str(self.version)}
-            try:
-                request.internal_id = self._engine.add_request(request.request_id, prompt, request.remaining_params())
-            except (ValueError, TypeError) as error:  # vLLM refuses this request; the others are not concerned
-                del self._names[request.request_id]
-                _fulfil(request.future, DataError(f"{request.request_id}: {error}"))
-                continue
-            self._active[request.request_id] = request
-
-    def _step(self) -> None:
-        """One forward pass; the tokens that it sampled are labelled with the live version."""
-        self.counters.steps += 1
-        for output in self._engine.step():
-            request = self._active.get(output.request_id)
-            if request is None:
-                continue
-            self._append(request, output)
-            if output.finished:
-                self._finish(request, output)
-        # Its cache would be filled anew by these weights, and by blocks of the older version which it began with.
-        self._withdraw([request for request in self._without_kv() if request.kv_version != self.version])
-
-    def _append(self, request: Request, output: RequestOutput) -> None:
-        new = request.append(output.outputs[0], self.version)
-        self._sampled = zlib.crc32(np.asarray(new, dtype=np.int32).tobytes(), self._sampled)
-        self.counters.generated_tokens += len(new)
-
-    def _finish(self, request: Request, output: RequestOutput) -> None:
-        sample = output.outputs[0]
-        del self._active[request.request_id], self._names[request.request_id]
-        spans = [(int(span.version), span.start, span.end) for span in sample.weight_versions or []]
-        own = spans_of(request.versions[request.submitted_at :])
-        if spans != own:
-            _fulfil(request.future, ForgeError(f"{request.request_id}: vLLM labels tokens {spans}, the loop {own}"))
-        elif sample.finish_reason not in get_args(FinishReason):
-            _fulfil(request.future, ForgeError(f"{request.request_id}: vLLM ended it by {sample.finish_reason!r}"))
-        else:
-            self.counters.finished += 1
-            self.counters.aborted += sample.finish_reason == "abort"
-            _fulfil(request.future, request.completion(sample.finish_reason, sample.stop_reason))
-
-    def _abort(self, request_id: str) -> None:
-        request = self._names.pop(request_id, None)
-        if request is None:
-            return
-        if self._active.pop(request_id, None) is not None:
-            self._engine.abort_request([request.internal_id], internal=True)
-        else:
-            self._waiting.remove(request)
-        self.counters.abort_requested += 1
-        _fulfil(request.future, request.completion("abort"))
 
     def _swap(self, version: int, prepared: Prepared, future: Future[SwapReport]) -> None:
         """Weights and label change together; the update was checked before, so that nothing fails half-way."""
@@ -537,48 +373,27 @@ class PolicyEngine:
         previous = self.version
         self.weights.apply(prepared)
         self._engine.set_weight_version(str(version))
-        self.version = version
-        in_flight = len(self._active)
-        self._carry_over()
+        in_flight = len(self._requests.active)
+        self._requests.carry_over(version, self.config.update.rules)
         pause = time.perf_counter() - began
         self.counters.swaps += 1
         self.counters.swaps_in_flight += in_flight > 0
         self.counters.swap_ms.append(pause * 1e3)
         self.counters.busy_s += pause
-        _fulfil(future, SwapReport(version, previous, pause * 1e3, in_flight, self.weights.plan.nbytes))
+        fulfil(future, SwapReport(version, previous, pause * 1e3, in_flight, self.weights.plan.nbytes))
 
     def _fail(self, error: BaseException) -> None:
-        with self._wake:
-            self._failure = error
-            posted = list(self._inbox)
-            self._inbox.clear()
-        died = EngineDied(f"the generator's engine ended: {type(error).__name__}: {error}")
-        died.__cause__ = error
-        futures: list[Future[Any]] = [request.future for request in self._names.values()]
+        posted = self._inbox.close(error)
+        died = error
+        if not isinstance(error, Diverged):
+            died = EngineDied(f"the generator's engine ended: {type(error).__name__}: {error}")
+            died.__cause__ = error
+        futures = self._requests.clear()
         futures += [payload.future for kind, payload in posted if kind == "submit"]
         futures += [swap[2] for swap in self._swaps]
         futures += [payload[-1] for kind, payload in posted if kind in ("swap", "hold")]
         futures += self._quiet
-        for held in (self._names, self._active, self._waiting, self._swaps, self._quiet):
+        for held in (self._swaps, self._quiet):
             held.clear()
         for future in futures:
-            _fulfil(future, died)
-
-
-def _fulfil(future: Future[Any], outcome: Any) -> None:
-    """Set a result or an exception, unless whoever waits has cancelled."""
-    if not future.running() and not future.set_running_or_notify_cancel():
-        return
-    if isinstance(outcome, BaseException):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
-
-
-def spans_of(versions: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Runs of equal versions as (version, start, end), end excluded."""
-    spans: list[tuple[int, int, int]] = []
-    for version, run in itertools.groupby(versions):
-        start = spans[-1][2] if spans else 0
-        spans.append((int(version), start, start + len(list(run))))
-    return spans
+            fulfil(future, died)

@@ -141,6 +141,7 @@ class LiveWeights:
         step_s: float = 0.0,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         digests: bool = False,
+        packs: bool | None = None,
     ) -> Prepared:
         """All that can be done for a version without touching what is live; one call at a time.
 
@@ -151,11 +152,12 @@ class LiveWeights:
             digests: of a flip, read tensors back from the parameters and digest them at once, each while it is in the
                 processor's caches, and those that are packed as they were packed (unpacking costs as much as packing);
                 not on tensor-parallel ranks, which have parts only.
+            packs: whether to pack layers, as a replay prescribes; None decides by ``layers``.
         Raises:
             WeightMismatchError: a name or a shape does not fit.
         """
         self.plan.check(shapes or {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        packs = self._choose(step_s)
+        packs = self._choose(step_s) if packs is None else packs and bool(self.layers)
         if not self.flips:
             return Prepared(tensors, None, packs)
         began = time.thread_time()

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class Generate(Protocol):
     """The policy as a rollout sees it. When it is cancelled, it aborts its request."""
 
-    async def __call__(self, prompt_token_ids: IdArray, sampling: Any, session: str) -> Completion: ...
+    async def __call__(self, prompt_token_ids: IdArray, sampling: Any, session: str, episode_id: str) -> Completion: ...
 
 
 OnFailure = Callable[[str, str, str], None]
@@ -41,8 +41,8 @@ async def rollout_group(
     scored.
 
     Args:
-        generate: called with the prompt's ids, ``sampling`` and the prompt's id as session (the episodes of a prompt
-            share its prefix).
+        generate: called with the prompt's ids, ``sampling``, the prompt's id as session (the episodes of a prompt share
+            its prefix) and the episode's.
         timeout_s: longest generation of one episode, seconds.
         truncated: with ``penalise``, an episode that ended by its token limit gets reward 0.
 
@@ -89,7 +89,7 @@ async def rollout_group(
 async def _converse(
     prompt: Prompt, generate: Generate, environment: Environment, sampling: Any, episode_id: str
 ) -> tuple[tuple[Turn, ...], str]:
-    completion = await generate(prompt.token_ids, sampling, session=prompt.prompt_id)
+    completion = await generate(prompt.token_ids, sampling, session=prompt.prompt_id, episode_id=episode_id)
     check_completion(completion, episode_id)
     text = environment.decode(completion.token_ids)
     reply = await environment.reply(prompt, (), text)

@@ -76,6 +76,23 @@ class App:
         output, _ = process.communicate(timeout=timeout)
         return process.returncode, output
 
+    def replay(self, name: str = "tiny", timeout: float = 240) -> tuple[int, str]:
+        """Replay a run; exit code and output."""
+        command = [sys.executable, "-m", "forge_async.cli", "replay", f"runs/{name}"]
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        process = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        output, _ = process.communicate(timeout=timeout)
+        return process.returncode, output
+
     def events(self, name: str = "tiny") -> list[dict[str, Any]]:
         path = self.folder / "runs" / name / "events.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []

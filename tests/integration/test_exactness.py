@@ -28,7 +28,8 @@ from forge_async.errors import ConfigError, ForgeError
 from forge_async.mesh import ActorHandle, MeshRuntime, ReplicaDied, Service
 from forge_async.policy import PolicyConfig, SamplingConfig
 from forge_async.policy.actor import DigestMismatchError, PolicyActor
-from forge_async.policy.engine import PolicyEngine, spans_of
+from forge_async.policy.engine import PolicyEngine
+from forge_async.policy.life_cycle import spans_of
 from forge_async.store import TensorShard, WeightStore
 from forge_async.testing.models import ModelFactory
 from forge_async.trainer.actor import TrainerActor

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from forge_async.replay import NotReplayable, Recorded
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 
@@ -24,7 +26,8 @@ def _state(pid: int) -> str:
         return "Z"
 
 
-def test_a_run_keeps_its_invariants_and_resumes(app) -> None:
+@pytest.mark.timeout(600)
+def test_a_run_keeps_its_invariants_is_replayed_and_resumes(app) -> None:
     code, output = app.run("checkpoint.every_steps=2")
     assert code == 0, output
     path = Path(output.splitlines()[-1])
@@ -62,6 +65,24 @@ def test_a_run_keeps_its_invariants_and_resumes(app) -> None:
     assert sum(s["trained"] for s in bias["completion_tokens"]["strata"].values()) == 16
     assert saved["dropped"] == {}, "prompts open at the end of the run are not lost to a resume"
     assert len(saved["in_flight"]) == saved["admitted"] - 16 > 0
+    code, output = app.replay()
+    assert code == 0, output
+    assert [line.partition(":")[0] for line in output.splitlines() if line.startswith("step ")] == [
+        f"step {step}" for step in (1, 2, 3, 4)
+    ]
+    assert "5 versions" in output and "4 steps: as recorded" in output
+
+    turns = run / "schedule" / "replica-0.jsonl"
+    lines = [json.loads(line) for line in turns.read_text().splitlines()]
+    place = next(i for i, (_, _, entries) in enumerate(lines) if any(e[:2] == ["swap", 1] for e in entries))
+    late = [entry for entry in lines[place][2] if entry[:2] == ["swap", 1]]
+    lines[place][2] = [entry for entry in lines[place][2] if entry not in late]
+    lines[place + 3][2] = late + lines[place + 3][2]
+    turns.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, output = app.replay()
+    assert code == 3, output
+    assert "differs: " in output and "recorded" in output.splitlines()[-1]
+
     (run / "checkpoints" / "version-000099.partial").mkdir()
     (run / "checkpoints" / "version-000099.partial" / "forge.json").write_text('{"cut off')
 
@@ -73,6 +94,8 @@ def test_a_run_keeps_its_invariants_and_resumes(app) -> None:
     assert ledger["trained"] == 24
     assert ledger["dropped"].keys() <= {"run_ended"}
     assert ledger["admitted"] - ledger["trained"] <= 8, "no more than were open at the end"
+    with pytest.raises(NotReplayable, match="the run was resumed after step 4.*--steps 4"):
+        Recorded.read(run)
     assert ledger["admitted"] == ledger["trained"] + sum(ledger["dropped"].values())
 
 
@@ -97,6 +120,8 @@ def test_a_killed_generator_is_replaced_and_the_run_goes_on(app) -> None:
     assert process.returncode == 0, output
     assert any(event["kind"] == "respawned" for event in app.events())
     assert app.summary()["steps"] == 12
+    with pytest.raises(NotReplayable, match="a replica was lost"):
+        Recorded.read(app.folder / "runs" / "tiny")
     ledger = app.summary()["ledger"]
     assert ledger["admitted"] == ledger["trained"] + sum(ledger["dropped"].values())
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from forge_async.policy.engine import spans_of
+from forge_async.policy.life_cycle import spans_of
 from forge_async.types import Completion
 
 TOLERANCE = 1e-4

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forge_async.policy.config import SamplingConfig
-from forge_async.policy.engine import spans_of
+from forge_async.policy.life_cycle import spans_of
 from tests.policy.engine_child import CONFIG, LONG_PROMPT, WAYS, record
 from tests.policy.reference import TOLERANCE, Seen, perturbed, picked
 

@@ -7,8 +7,10 @@ version computed it and what the oldest version in its cache was.
 from __future__ import annotations
 
 import random
+import tempfile
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +19,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forge_async.journal import completion_line
 from forge_async.policy import PolicyConfig, UpdateConfig
-from forge_async.policy.engine import PolicyEngine, spans_of
+from forge_async.policy.engine import PolicyEngine
+from forge_async.policy.life_cycle import spans_of
 from forge_async.policy.live_weights import Prepared
 from forge_async.policy.request import Request
+from forge_async.policy.turns import TurnLog, TurnSchedule, read_turns
 from forge_async.policy.updates import RULES
 from forge_async.types import Completion
 
@@ -33,6 +38,8 @@ class Params:
     max_tokens: int
     min_tokens: int = 0
     seed: int | None = None
+    prompt: int = 0
+    """Which of :data:`PROMPTS`."""
 
     def clone(self) -> Params:
         return replace(self)
@@ -146,17 +153,20 @@ class Harness:
 
     def __init__(self, update: UpdateConfig, seed: int) -> None:
         self.engine = PolicyEngine(PolicyConfig(max_num_seqs=3, update=update), "nowhere")
-        self.vllm = self.engine._engine = Vllm(self.engine, seed)  # type: ignore[assignment]
+        self.vllm = self.engine._engine = self.engine._requests.vllm = Vllm(self.engine, seed)  # type: ignore[assignment]
         self.engine.weights = SimpleNamespace(apply=lambda prepared: None, plan=SimpleNamespace(nbytes=0))  # type: ignore[assignment]
         self.requests: list[tuple[Request, Params]] = []
         self.aborted: set[str] = set()
         self.named, self.swaps, self.holds = 0, [], []
 
     def submit(self, prompt: int, tokens: int) -> None:
-        params = Params(tokens)
-        request = Request(f"r{len(self.requests)}", np.array(PROMPTS[prompt], np.int32), params, Future())  # type: ignore[arg-type]
+        params = Params(tokens, prompt=prompt)
+        request = self.request(len(self.requests), params)
         self.requests.append((request, params))
-        self.engine._post("submit", request)
+        self.engine._inbox.post("submit", request)
+
+    def request(self, number: int, params: Params) -> Request:
+        return Request(f"r{number}", np.array(PROMPTS[params.prompt], np.int32), params, Future())  # type: ignore[arg-type]
 
     def abort(self, index: int) -> None:
         if self.requests:
@@ -177,8 +187,10 @@ class Harness:
             assert engine._take_inbox()
             engine._turn()
             count -= 1
-            assert len(engine._active) <= 3
-            assert engine._quiet == [] or (engine._held and engine._active), "a hold is answered once nothing runs"
+            assert len(engine._requests.active) <= 3
+            assert engine._quiet == [] or (engine._held and engine._requests.active), (
+                "a hold is answered once nothing runs"
+            )
 
     def finish(self) -> list[Completion]:
         self.engine.release()
@@ -226,6 +238,41 @@ def test_every_request_ends_once_with_the_versions_that_made_it(
     assert counters.discarded_tokens == 0 or how[0] == "abort_retry"
     assert counters.aborted == 0
     assert [swap.result().version for swap in harness.swaps] == list(range(1, harness.named + 1))
+
+
+@pytest.mark.parametrize("how", RULES, ids="-".join)
+@settings(max_examples=30)
+@given(commands=COMMANDS, seed=st.integers(0, 2**16), order=st.randoms(use_true_random=False))
+def test_recorded_turns_are_repeated_in_whichever_order_commands_come(
+    how: tuple[str, str], commands: list[Any], seed: int, order: random.Random
+) -> None:
+    first, again = (Harness(UpdateConfig(mode=how[0], kv=how[1]), seed) for _ in range(2))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "turns.jsonl"
+        first.engine.use(TurnLog(path))
+        for name, *arguments in commands:
+            (first.engine.release if name == "release" else getattr(first, name))(*arguments)
+        completions = first.finish()
+        first.engine._inbox.close(RuntimeError("the end"))
+        turns = list(read_turns(path))
+    schedule = TurnSchedule(turns)
+    again.engine.use(schedule)
+    for _, params in first.requests:
+        again.requests.append((again.request(len(again.requests), params), params))
+    posted = [("submit", request) for request, _ in again.requests]
+    posted += [("swap", (swap + 1, Prepared({}, None, False), Future())) for swap in range(first.named)]
+    posted += [("hold", (item[1], Future())) for _, _, items in turns for item in items if item[0] == "hold"]
+    order.shuffle(posted)
+    for command in posted:
+        again.engine._inbox.post(*command)
+    while not schedule.ended(again.engine._inbox.turn):
+        assert again.engine._take_inbox()
+        again.engine._turn()
+    again.turns(5000)
+    repeated = [request.future.result(timeout=0) for request, _ in again.requests]
+    for one, other in zip(completions, repeated, strict=True):
+        assert completion_line("", one) == completion_line("", other)
+    assert again.vllm.truth == first.vllm.truth
 
 
 def test_a_swap_that_was_cancelled_while_it_waited_is_left_out() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from forge_async.errors import ConfigError
 from forge_async.policy import UpdateConfig
-from forge_async.policy.engine import spans_of
+from forge_async.policy.life_cycle import spans_of
 from forge_async.policy.updates import RULES
 from forge_async.types import Completion
 from tests.policy.modes_child import record_modes

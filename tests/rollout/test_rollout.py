@@ -36,7 +36,7 @@ class Policy:
         self.sessions: list[str] = []
         self.cancelled = 0
 
-    async def __call__(self, prompt_token_ids, sampling, session) -> Completion:
+    async def __call__(self, prompt_token_ids, sampling, session, episode_id) -> Completion:
         assert prompt_token_ids is PROMPT.token_ids and sampling == "sampling"
         self.sessions.append(session)
         item = self.script[len(self.sessions) - 1]

@@ -116,8 +116,9 @@ async def test_faults_in_running_meshes_are_found(
         class Hot:
             """Wrong temperature: tokens are sampled by another one than the config's."""
 
-            async def call(self, endpoint: str, token_ids: Any, sampling: Any) -> Any:
-                return await policy.call(endpoint, token_ids, dataclasses.replace(sampling, temperature=0.7))
+            async def call(self, endpoint: str, token_ids: Any, sampling: Any, *rest: Any, session: str) -> Any:
+                hot = dataclasses.replace(sampling, temperature=0.7)
+                return await policy.call(endpoint, token_ids, hot, *rest, session=session)
 
         finding = await check_sampling("hot", config, Hot(), trainer, prompts)  # type: ignore[arg-type]
         assert not finding.passed and "disagree on unchanged weights" in finding.figure

@@ -63,8 +63,8 @@ async def test_ratios_of_fresh_samples_are_one_at_any_sampling_settings(name: st
         class Maskless:
             """The same samples without their masks: the trainer's softmax runs over all tokens."""
 
-            async def call(self, endpoint, token_ids, sampling):
-                completion = await policy.call(endpoint, token_ids, sampling)
+            async def call(self, endpoint, *request, session):
+                completion = await policy.call(endpoint, *request, session=session)
                 assert completion.sampling_mask.counts.max() <= 20
                 return dataclasses.replace(completion, sampling_mask=None)
 
@@ -93,8 +93,9 @@ async def test_ratios_of_fresh_samples_are_one_at_any_sampling_settings(name: st
         class Shifted:
             """A policy whose log-probs are those of another temperature: the fault the check exists for."""
 
-            async def call(self, endpoint, token_ids, sampling):
-                completion = await policy.call(endpoint, token_ids, dataclasses.replace(sampling, temperature=1.0))
+            async def call(self, endpoint, token_ids, sampling, *rest, session):
+                other = dataclasses.replace(sampling, temperature=1.0)
+                completion = await policy.call(endpoint, token_ids, other, *rest, session=session)
                 return dataclasses.replace(completion, logprobs=completion.logprobs.astype(np.float32))
 
         with pytest.raises(RunFailed, match=r"disagree on unchanged weights.*checks\.ratio_tolerance"):

@@ -18,6 +18,7 @@ from forge_async.loop import batch_sequences
 from forge_async.mesh import ActorHandle, Service
 from forge_async.rollout.reward_worker import Scorer
 from forge_async.rollout.rewards import RewardFailure
+from forge_async.store import WeightStore
 from forge_async.types import Completion, Episode, Group, Prompt, Turn
 
 SLOW_REWARD_S = 1.0
@@ -79,7 +80,9 @@ async def sample_groups(config: Config, policy: Service, prompts: Sequence[Promp
 def check_groups(config: Config, groups: Sequence[Group]) -> Finding:
     """That each trained sequence is its own episode's, and its advantage grows with its reward within its group."""
     check = "groups and advantages"
-    settings = replace(config, rollout=replace(config.rollout, truncated="keep"))
+    loss = replace(config.trainer.loss, overlong_penalty=0.0)  # it may turn the order of rewards around
+    rollout = replace(config.rollout, truncated="keep")
+    settings = replace(config, rollout=rollout, trainer=replace(config.trainer, loss=loss))
     try:
         sequences = {sequence.sequence_id: sequence for sequence in batch_sequences(settings, groups)}
     except (ForgeError, ValueError) as error:
@@ -114,7 +117,7 @@ def check_groups(config: Config, groups: Sequence[Group]) -> Finding:
 
 
 def check_endings(config: Config, groups: Sequence[Group]) -> Finding:
-    """How many completions end by themselves, and that those were sampled with their end token."""
+    """How many completions end by themselves."""
     completions = [episode.turns[0].completion for group in groups for episode in group.episodes]
     cut = sum(completion.finish_reason == "length" for completion in completions) / len(completions)
     figure = f"{cut:.0%} of {len(completions)} completions end at policy.sampling.max_tokens"
@@ -126,11 +129,16 @@ def check_endings(config: Config, groups: Sequence[Group]) -> Finding:
 
 
 async def check_update(
-    config: Config, policy: Service, trainer: ActorHandle, groups: Sequence[Group], prompts: Sequence[Prompt]
+    config: Config,
+    policy: Service,
+    trainer: ActorHandle,
+    store: WeightStore,
+    groups: Sequence[Group],
+    prompts: Sequence[Prompt],
 ) -> AsyncIterator[Finding]:
     """One optimizer step on ``groups``: every tensor is published anew, arrives bit by bit, and serves new requests."""
     check = "attestation of one published version"
-    _, before = await policy.call("weights")
+    before = await published_digests(store)
     stats = (await trainer.call("step", batch_sequences(config, groups)))[0]
     if stats.skipped:
         yield Finding(check, False, "the step was skipped: no token has a loss", "See rollout.truncated and rewards.")
@@ -142,7 +150,7 @@ async def check_update(
     if failed or any(report["digest"] != published["digest"] for report in reports):
         yield Finding(check, False, str(failed[0]) if failed else "digests differ", "Training on would be biased.")
         return
-    _, after = await policy.call("weights")
+    after = await published_digests(store)
     unchanged = sorted(name for name in after if after[name] == before[name])
     if config.policy.dtype != "float32":  # a step is less than the last bit of most vectors
         unchanged = [name for name in unchanged if "norm" not in name and "bias" not in name]
@@ -152,6 +160,12 @@ async def check_update(
         figure = f"{len(unchanged)} of {len(after)} tensors did not change, first {unchanged[0]}"
     yield Finding(check, not unchanged, figure, remedy if unchanged else "")
     yield await check_sampling("ratios after the update, same prompts", config, policy, trainer, prompts)
+
+
+async def published_digests(store: WeightStore) -> dict[str, str]:
+    """Of each tensor of the newest version, by HF name."""
+    async with await store.acquire() as pulled:
+        return pulled.manifest.digests
 
 
 def long_prompt(config: Config, prompts: Sequence[Prompt]) -> Prompt:
@@ -172,5 +186,5 @@ async def check_running(run: Any, prompts: Sequence[Prompt]) -> AsyncIterator[Fi
     groups = await sample_groups(config, policy, prompts)
     yield check_endings(config, groups)
     yield check_groups(config, groups)
-    async for finding in check_update(config, policy, trainer, groups, asked):
+    async for finding in check_update(config, policy, trainer, run.store, groups, asked):
         yield finding

@@ -132,7 +132,7 @@ async def test_faults_in_running_meshes_are_found(
             assert "other tokens" in check_groups(config, swapped).figure
 
         async def update() -> list[Finding]:
-            return [finding async for finding in check_update(config, policy, trainer, groups, asked)]
+            return [finding async for finding in check_update(config, policy, trainer, live.store, groups, asked)]
 
         await trainer.call("keep_back", "lm_head.weight", True)
         attested, sampled = await update()

@@ -74,19 +74,18 @@ def gspo(samples: list[Sample]) -> torch.Tensor:
 
 
 def cispo(samples: list[Sample]) -> torch.Tensor:
-    total = torch.zeros((), dtype=torch.float64)
-    for sample in samples:
-        for t in sample.counted:
-            weight = min(math.exp(float(sample.logprobs[t]) - sample.behaviour[t]), 5.0)
-            total = total - weight * sample.advantage * sample.logprobs[t]
-    return total / all_tokens(samples)
+    return weighted(samples, 5.0)
 
 
 def policy_gradient(samples: list[Sample]) -> torch.Tensor:
+    return weighted(samples, 2.0)
+
+
+def weighted(samples: list[Sample], bound: float) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for sample in samples:
         for t in sample.counted:
-            weight = min(math.exp(float(sample.logprobs[t]) - sample.behaviour[t]), 2.0)
+            weight = min(math.exp(float(sample.logprobs[t].detach()) - sample.behaviour[t]), bound)
             total = total - weight * sample.advantage * sample.logprobs[t]
     return total / all_tokens(samples)
 

@@ -232,9 +232,9 @@ class PolicyEngine:
             while self._take_inbox():
                 self._turn()
         except BaseException as error:
-            self._fail(error)
-            if self.on_death is not None:
+            if self.on_death is not None:  # first: what ends a process answers no request, so that others get them
                 self.on_death(error)
+            self._fail(error)
         else:
             self._fail(self._condemned or EngineDied("the engine was stopped"))
 

@@ -43,7 +43,7 @@ def test_logprobs_in_chunks_equal_the_full_softmax() -> None:
     entropy = -(full.exp() * full).sum(-1)
     expected_grads = torch.autograd.grad(expected.square().sum(), (hidden, weight))
     for chunk in (2, 100):
-        got = selected_logprobs(hidden, weight, Predictions(torch.arange(7), label, scale, chunk))
+        got = selected_logprobs(hidden, weight, Predictions(torch.arange(7), label, scale, chunk_size=chunk))
         torch.testing.assert_close(got[0], expected)
         torch.testing.assert_close(got[1], entropy)
         grads = torch.autograd.grad(got[0].square().sum(), (hidden, weight))

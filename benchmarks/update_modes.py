@@ -66,9 +66,9 @@ class Publisher:
 
     def _run(self) -> None:
         """As a replica's follower, at its priority: one version after the other, until the swap after stop()."""
-        from forge_async.policy.actor import lower_priority
+        from forge_async.mesh.processes import stand_back
 
-        lower_priority(self.engine.config.update.pull_nice)
+        stand_back(self.engine.config.update.pull_nice)
         while self.published - self._first < 20 and not self._stop.wait(self.every):
             if self.engine.config.update.rules.holds:
                 self.engine.hold(self.published).result()

@@ -25,6 +25,8 @@ import cloudpickle
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, HostMesh, ProcMesh, default_bootstrap_cmd, shutdown_context, this_host
 
+from forge_async.mesh.processes import HOST_CORES_VARIABLE
+
 __all__ = ["CORES_VARIABLE", "SupervisionError", "WORKER_MAIN", "shutdown_at_exit", "spawn_proc_mesh"]
 
 CORES_VARIABLE = "FORGE_ASYNC_CORES"
@@ -34,6 +36,7 @@ import os, runpy, signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 cores = os.environ.get("{CORES_VARIABLE}")
 if cores:
+    os.environ["{HOST_CORES_VARIABLE}"] = ",".join(map(str, os.sched_getaffinity(0)))
     os.sched_setaffinity(0, {{int(core) for core in cores.split(",")}})
 runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
 """

@@ -10,11 +10,15 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 RUN_VARIABLE = "FORGE_ASYNC_RUN"
+HOST_CORES_VARIABLE = "FORGE_ASYNC_HOST_CORES"
+"""In a worker that has cores of its own: those that the run may use on its host, numbers with commas."""
 
 
 def process_alive(pid: int) -> bool:
@@ -94,3 +98,15 @@ class ProcessWatch:
         """Stop watching."""
         for pid in list(self._descriptors):
             self._forget(pid)
+
+
+def stand_back(nice: int) -> None:
+    """Of the calling thread alone, for good: run wherever a core of the run is idle, not only on its process's, and add
+    ``nice`` to the nice value. Only Linux has threads of their own cores and priority; elsewhere nothing is done."""
+    if sys.platform != "linux":
+        return
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + nice, 19))
+    if HOST_CORES_VARIABLE in os.environ:
+        own = os.sched_getaffinity(thread)
+        os.sched_setaffinity(thread, own | {int(core) for core in os.environ[HOST_CORES_VARIABLE].split(",")})

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import sys
-import threading
 import time
 import traceback
 import uuid
@@ -20,6 +19,7 @@ from monarch.actor import concurrent_endpoint
 
 from forge_async.errors import ForgeError
 from forge_async.mesh import ForgeActor
+from forge_async.mesh.processes import stand_back
 from forge_async.policy.attestation import DigestMismatchError, attest, attest_parts
 from forge_async.policy.config import PolicyConfig, SamplingConfig
 from forge_async.policy.turns import TurnLog, TurnSchedule, read_turns
@@ -98,7 +98,7 @@ class PolicyActor(ForgeActor):
         self._applied = asyncio.Condition()
         self._last_update: dict[str, Any] = {"version": version - 1, "digest": None}
         """What :meth:`sync` reports; the folder's own weights count as older, so that its version is attested too."""
-        self._background = ThreadPoolExecutor(1, "weights", lower_priority, (config.update.pull_nice,))
+        self._background = ThreadPoolExecutor(1, "weights", stand_back, (config.update.pull_nice,))
         self._digest_mismatches = 0
         self._swaps: list[tuple[int, bool]] = []
         """Of a replay: the versions still to be swapped in, and whether their layers are to be packed."""
@@ -449,14 +449,6 @@ class PolicyActor(ForgeActor):
             attest(manifest.version, manifest.digests, published, weights.digests(prepared), weights.plan.aliases)
         else:
             attest_parts(manifest.version, self._rank, weights.compare(published, prepared))
-
-
-def lower_priority(nice: int) -> None:
-    """Of the calling thread alone, for good; only Linux has threads of their own priority."""
-    if sys.platform != "linux":
-        return
-    thread = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + nice, 19))
 
 
 def _end_process(error: BaseException) -> None:

@@ -98,8 +98,9 @@ class UpdateConfig:
     """How CPU engines hold matrices. ``packed``: in the blocks that oneDNN's kernels read, which is faster, and dearer
     to update. ``live``: as a checkpoint does. ``auto``: whichever costs less at the measured time between updates."""
     pull_nice: int = 11
-    """Added to the nice value of the thread that prepares a new version. If it shares a core with a busy engine, 11
-    leaves it 8% of the core, 0 leaves it half: the new version is live sooner and tokens are slower meanwhile."""
+    """Added to the nice value of the thread that prepares a new version, wherever a core of the run is idle. Where all
+    are busy it shares one with an engine: 11 leaves it 8% of that core, 0 leaves it half (the new version is live
+    sooner, and tokens or the train step are slower meanwhile)."""
     timeout_s: float = 300.0
     """A replica that has not taken a new version within this many seconds hangs: it is killed and respawned. In the
     modes drain and blocking the requests that run must end within it."""

@@ -33,7 +33,7 @@ import torch
 from forge_async.errors import ConfigError
 from forge_async.policy import vllm_compat
 from forge_async.policy.config import UpdateConfig
-from forge_async.policy.weight_plan import WeightMismatchError, WeightPlan
+from forge_async.policy.weight_plan import Place, WeightMismatchError, WeightPlan
 from forge_async.store.digest import tensor_digest
 
 
@@ -43,6 +43,8 @@ class WeightSet:
 
     dense: dict[str, torch.Tensor] = field(default_factory=dict)
     packed: dict[str, torch.Tensor] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    """Of the dense ones."""
 
 
 @dataclass
@@ -111,8 +113,12 @@ class LiveWeights:
         self._layout = {name: (tuple(live.shape), live.dtype) for name, live in plan.parameters.items()}
         self._stream = torch.cuda.Stream(plan.device) if plan.device.type == "cuda" else None
         """Copies beside generation do not wait for forward passes, nor those for them."""
-        self._spare: dict[str, torch.Tensor] = {}
-        """Dense tensors of the last version, by parameter: filled again by the next."""
+        self._places: dict[str, Place] = {}
+        """Of live dense tensors, by parameter, where a flip has made them so."""
+        self._spare: dict[str, Place] = {}
+        """Of dense tensors of the last version: filled again by the next."""
+        self._workbench: dict[str, Place] = {}
+        """By parameter: places in one memory, where matrices of several tensors are put together to be packed."""
         self._retired: list[torch.Tensor] = []
         """Packed tensors of the last version. Their memory is not given back in the pause: that takes long."""
         self._applied = collections.deque([self.now()], maxlen=6)
@@ -167,26 +173,29 @@ class LiveWeights:
             for name in self.plan.parameters:
                 layer = self.layers.get(name) if packs else None
                 if layer is None or layer.shared:
-                    spare = self._spare.pop(name, None)
-                    dense = new.dense[name] = self._like(name) if spare is None else spare
-                    self.plan.write(name, tensors, dense)
+                    place = new.places[name] = self._spare.pop(name) if name in self._spare else self._new_place(name)
+                    place.write(tensors)
+                    new.dense[name] = place.memory
                 else:
-                    dense = self._gather(name, tensors)
+                    place = self._gather(name, tensors)
                 if layer is not None:
-                    new.packed[name] = layer.pack(dense)
+                    new.packed[name] = layer.pack(place.memory)
                 if digests:
-                    self._digest(name, dense, prepared)
+                    self._digest(name, place, prepared)
             self.plan.wait_for_copies()
         self._spare.clear()  # what is left served the other form of layers
         prepared.cost_s = time.thread_time() - began
         return prepared
 
-    def _digest(self, parameter: str, dense: torch.Tensor, prepared: Prepared) -> None:
-        """Note the digests of the HF tensors that are whole with ``parameter``, whose new values are ``dense``."""
+    def _digest(self, parameter: str, place: Place, prepared: Prepared) -> None:
+        """Note the digests of the HF tensors that are whole with ``parameter``, whose new values are in ``place``."""
         others = self._reader(prepared)
         for name in self.plan.completed_by[parameter]:
-            held = self.plan.read(name, of=lambda other: dense if other == parameter else others(other))
-            prepared.digests[name] = tensor_digest(held)
+            digest = place.digest(name)
+            if digest is None:
+                held = self.plan.read(name, of=lambda other: place.memory if other == parameter else others(other))
+                digest = tensor_digest(held)
+            prepared.digests[name] = digest
 
     def tensors(self, prepared: Prepared | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, tensor) as the model holds it now, or will once ``prepared`` is applied.
@@ -281,25 +290,26 @@ class LiveWeights:
     def _flip(self, prepared: Prepared) -> None:
         new = prepared.weights
         assert new is not None
-        spare: dict[str, torch.Tensor] = {}
+        spare: dict[str, Place] = {}
         for name, parameter in self.plan.parameters.items():
             layer = self.layers.get(name)
             if layer is None or not self.packs or layer.shared:
-                spare[name] = parameter.data
+                known = self._places.get(name)
+                spare[name] = Place(self.plan, name, parameter.data) if known is None else known
             if layer is not None and self.packs:
                 self._retired.append(layer.packed(parameter))
             if layer is None:
                 parameter.data = new.dense[name]
             else:
                 layer.install(parameter, new.dense.get(name), new.packed.get(name))
-        self._spare = spare
+        self._spare, self._places = spare, new.places
 
     def _copy(self, prepared: Prepared) -> None:
         with torch.no_grad():
             for name, parameter in self.plan.parameters.items():
                 layer = self.layers.get(name)
                 if layer is not None and prepared.packs:
-                    dense = parameter.data if layer.shared else self._gather(name, prepared.tensors)
+                    dense = parameter.data if layer.shared else self._gather(name, prepared.tensors).memory
                     if layer.shared:
                         self.plan.write(name, prepared.tensors, dense)
                     layer.install(parameter, dense if layer.shared else None, layer.pack(dense))
@@ -338,20 +348,36 @@ class LiveWeights:
         shape, dtype = self._layout[name]
         return torch.zeros(shape, dtype=dtype, device=self.plan.device)
 
-    def _gather(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A parameter's new values as a checkpoint would hold them: a view of the update where one tensor is all."""
+    def _new_place(self, name: str) -> Place:
+        return Place(self.plan, name, self._like(name))
+
+    def _gather(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Place:
+        """A parameter's new values as a checkpoint would hold them: a view of the update where one tensor is all, else
+        on the workbench, valid until the next is asked for."""
         shape, dtype = self._layout[name]
         writes = self.plan.writes[name]
         if len(writes) == 1:
             (source, piece) = writes[0]
             tensor = tensors[source]
-            whole = tuple(tensor.shape) == piece.shape == shape and piece.stride == piece.target_stride
+            whole = tuple(tensor.shape) == shape and piece.covers(shape) and piece.stride == piece.target_stride
             if whole and tensor.dtype == dtype and tensor.is_contiguous():
-                return tensor
-        covered = sum(piece.numel for _, piece in writes) == math.prod(shape)
-        dense = (torch.empty if covered else torch.zeros)(shape, dtype=dtype)
-        self.plan.write(name, tensors, dense)
-        return dense
+                return Place(self.plan, name, tensor)
+        whole = sum(piece.numel for _, piece in writes) == math.prod(shape)
+        if whole and isinstance(self.layers[name], vllm_compat.PackedLinear):
+            place = self._on_workbench(name)
+        else:
+            place = self._new_place(name)  # padding is zero; packed experts may keep the memory
+        place.write(tensors)
+        return place
+
+    def _on_workbench(self, name: str) -> Place:
+        if not self._workbench:
+            nbytes = {key: math.prod(self._layout[key][0]) * self._layout[key][1].itemsize for key in self.layers}
+            memory = torch.empty(max(nbytes.values()), dtype=torch.uint8)
+            for key, size in nbytes.items():
+                shape, dtype = self._layout[key]
+                self._workbench[key] = Place(self.plan, key, memory[:size].view(dtype).view(shape))
+        return self._workbench[name]
 
     # ---- auto ----
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_async.errors import ForgeError
 from forge_async.policy import checkpoint
+from forge_async.store.digest import bytes_digest, tensor_bytes
 
 NOT_A_WEIGHT = "rotary_emb.inv_freq"
 """Names with this in them are computed, not learned; checkpoints of some models carry them all the same."""
@@ -55,6 +56,10 @@ class Piece:
     def within(self, parameter: torch.Tensor) -> torch.Tensor:
         """The part of ``parameter``, laid out as the live one was at recording, as a view."""
         return parameter.as_strided(self.shape, self.target_stride, parameter.storage_offset() + self.target_offset)
+
+    def covers(self, shape: tuple[int, ...]) -> bool:
+        """Whether it is all of an HF tensor of ``shape``, in order."""
+        return self.shape == shape and self.offset == 0 and self.stride == torch.empty(shape, device="meta").stride()
 
     @property
     def numel(self) -> int:
@@ -160,12 +165,7 @@ class WeightPlan:
 
     def write(self, parameter: str, tensors: Mapping[str, torch.Tensor], into: torch.Tensor) -> None:
         """Copy what a version holds for one ``parameter`` to ``into``; on a GPU the copies are only started."""
-        with torch.inference_mode():
-            for name, piece in self.writes[parameter]:
-                source = tensors[name]
-                if not source.is_contiguous():
-                    source = source.contiguous()
-                piece.within(into).copy_(piece.of(source), non_blocking=True)
+        Place(self, parameter, into).write(tensors)
 
     def wait_for_copies(self) -> None:
         """Until copies started by the calling thread are done: sources may be freed or reused from here on."""
@@ -214,6 +214,42 @@ class WeightPlan:
     def nbytes(self) -> int:
         """Bytes copied by one swap."""
         return sum(piece.numel * entry.dtype.itemsize for entry in self.entries.values() for piece in entry.pieces)
+
+
+class Place:
+    """Memory for one parameter that takes version after version: its views are made once, since that costs as much as
+    the copies of small tensors.
+
+    Args:
+        memory: laid out as the live parameter was at recording.
+    """
+
+    def __init__(self, plan: WeightPlan, parameter: str, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self._copies = [
+            (name, None if piece.covers(plan.entries[name].shape) else piece, piece.within(memory))
+            for name, piece in plan.writes[parameter]
+        ]
+        self._held: dict[str, tuple[torch.dtype, tuple[int, ...], memoryview]] = {}
+        """Tensors that lie here in one run of bytes, by HF name; on the CPU."""
+        for name in plan.completed_by[parameter] if memory.device.type == "cpu" else ():
+            entry = plan.entries[name]
+            if len(entry.pieces) == 1 and entry.pieces[0].shape == entry.shape:
+                held = entry.pieces[0].within(memory)
+                if held.is_contiguous():
+                    self._held[name] = (held.dtype, entry.shape, tensor_bytes(held))
+
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy what a version (HF name -> full tensor) holds for the parameter; on a GPU copies are only started."""
+        with torch.no_grad():
+            for name, piece, target in self._copies:
+                source = tensors[name].contiguous()
+                target.copy_(source if piece is None else piece.of(source), non_blocking=True)
+
+    def digest(self, name: str) -> str | None:
+        """Of an HF tensor as it lies here, read where the model looks for it; None where it must be assembled."""
+        held = self._held.get(name)
+        return None if held is None else bytes_digest(*held)
 
 
 def build_plan(model: torch.nn.Module, model_path: str | Path, whole: bool = True) -> WeightPlan:

@@ -26,6 +26,13 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return pieces_digest(tensor.dtype, tuple(tensor.shape), [tensor])
 
 
+def bytes_digest(dtype: torch.dtype, shape: Sequence[int], content: memoryview) -> str:
+    """:func:`tensor_digest` of a tensor whose bytes are at hand."""
+    state = xxhash.xxh3_128(_header(dtype, shape))
+    state.update(content)
+    return state.hexdigest()
+
+
 def pieces_digest(dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> str:
     """The digest of the tensor of ``shape`` whose bytes are those of ``pieces``, one after the other."""
     state = xxhash.xxh3_128(_header(dtype, shape))

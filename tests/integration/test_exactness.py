@@ -64,6 +64,8 @@ class Faulty(PolicyActor):
             writes = self._engine.weights.plan.writes
             for parameter, pieces in writes.items():
                 writes[parameter] = [(source, piece) for source, piece in pieces if source != name]
+            for places in (self._engine.weights._spare, self._engine.weights._workbench):
+                places.clear()  # they were made by the former mapping
 
     @concurrent_endpoint
     async def set_mode(self, mode: str) -> None:

@@ -15,7 +15,7 @@ from monarch.actor import concurrent_endpoint, current_rank, endpoint
 
 from forge_async.errors import ConfigError, DataError, ForgeError
 from forge_async.mesh import ActorDied, ForgeActor, MeshRuntime, RemoteError
-from forge_async.mesh.processes import process_alive
+from forge_async.mesh.processes import HOST_CORES_VARIABLE, process_alive
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
 
@@ -86,6 +86,7 @@ async def test_process_environment(pair):
         variables = seen["variables"]
         own = {cores[rank % len(cores)]}
         assert seen["threads"] == [own] * len(seen["threads"])
+        assert variables[HOST_CORES_VARIABLE] == ",".join(map(str, os.sched_getaffinity(0)))
         assert seen["sigint"] == signal.SIG_IGN
         assert variables["OMP_NUM_THREADS"] == "1"
         assert variables["OMP_WAIT_POLICY"] == "PASSIVE"

@@ -7,10 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from forge_async.mesh.processes import RUN_VARIABLE, find_processes, kill_processes, wait_until_gone
+from forge_async.mesh.processes import (
+    HOST_CORES_VARIABLE,
+    RUN_VARIABLE,
+    find_processes,
+    kill_processes,
+    stand_back,
+    wait_until_gone,
+)
 
 HOLDER = """
 import multiprocessing, time
@@ -37,3 +46,24 @@ async def test_a_killed_process_leaves_no_semaphore() -> None:
     assert process.wait() == -signal.SIGKILL
     assert await wait_until_gone(pids, 20) == []
     assert not semaphore.exists()
+
+
+def test_a_thread_that_stands_back_may_use_all_cores_of_the_run(monkeypatch) -> None:
+    """And only this thread: an engine's own stay on its cores, at their priority."""
+    every = os.sched_getaffinity(0)
+    own = {min(every)}
+
+    def seen() -> tuple[set[int], int]:
+        thread = threading.get_native_id()
+        return os.sched_getaffinity(thread), os.getpriority(os.PRIO_PROCESS, thread)
+
+    def pinned() -> list[tuple[set[int], int]]:
+        os.sched_setaffinity(0, own)
+        with ThreadPoolExecutor(1, initializer=stand_back, initargs=(5,)) as background:
+            return [background.submit(seen).result(), seen()]
+
+    monkeypatch.setenv(HOST_CORES_VARIABLE, ",".join(map(str, every)))
+    with ThreadPoolExecutor(1) as thread:
+        (cores, nice), (cores_here, nice_here) = thread.submit(pinned).result()
+    assert (cores, nice) == (every, min(nice_here + 5, 19))
+    assert cores_here == own

@@ -94,10 +94,16 @@ def with_a_wrong_mapping(engine: PolicyEngine, new: dict[int, Any]) -> dict[str,
     before = engine.submit(LONG_PROMPT, greedy).result()
     fused = next(name for name in weights.plan.writes if "layers.1" in name and len(weights.plan.writes[name]) % 2 == 0)
     (first, one), (second, other), *rest = weights.plan.writes[fused]
-    weights.plan.writes[fused] = [(second, one), (first, other), *rest]
+
+    def map_as(*writes: Any) -> None:
+        weights.plan.writes[fused] = list(writes)
+        for places in (weights._spare, weights._workbench):  # they were made by the former mapping
+            places.clear()
+
+    map_as((second, one), (first, other), *rest)
     prepared = engine.prepare(published)
     error = raised(lambda: attest(9, digests, published, weights.digests(prepared), weights.plan.aliases))
-    weights.plan.writes[fused] = [(first, one), (second, other), *rest]
+    map_as((first, one), (second, other), *rest)
     after = engine.submit(LONG_PROMPT, greedy).result()
     attest(9, digests, published, weights.digests(engine.prepare(published)), weights.plan.aliases)
     return {"error": error, "names": (first, second), "before": before, "after": after}

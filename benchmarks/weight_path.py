@@ -1,12 +1,13 @@
 """Claim: publishing, pulling and swapping weights runs at the speed of memory.
 
-``python benchmarks/weight_path.py [--model models/smollm2] [--procs 1] [--repeats 20] [--plain-repeats 3]``
+``python benchmarks/weight_path.py [--model models/smollm2] [--procs 1] [--masters float32] [--repeats 20] ...``
 
-A trainer publishes float32 master weights as bfloat16, a policy replica pulls them and swaps them in; each is the real
-actor in its process, pinned to its own core (several trainer ranks share theirs; the store runs on the replica's). One
-path is timed in the controller, from the call of ``publish`` to the swap's end: hand-over, cast into shared memory and
-digests, commit, pull, swap. The pull, with digests of what is held then, begins while the version is written; ``pull``
-is the rest of it after the commit. ``attest`` compares the digests and is not part of the path.
+A trainer publishes its weights as bfloat16, a policy replica pulls them and swaps them in. The trainer holds float32
+masters, as every trainer of this project does, or (``--masters bfloat16``) what it publishes, so that nothing is cast.
+Each is the real actor in its process, pinned to its own core (several trainer ranks share theirs; the store runs on the
+replica's). One path is timed in the controller, from the call of ``publish`` to the swap's end: hand-over, cast into
+shared memory and digests, commit, pull, swap. The pull, with digests of what is held then, begins while the version is
+written; ``pull`` is the rest of it after the commit. ``attest`` compares the digests and is not part of the path.
 
 In turns with it, on the same cores and the same bytes: the raw rate (one process copies into shared memory, another
 copies out; the two copies' own times, no messages), the same with the cast from float32 as the first copy, which reads
@@ -46,6 +47,11 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot im
 
 class Trainer(TrainerActor):
     """The trainer with a step that costs nothing, since steps are not what is measured."""
+
+    @concurrent_endpoint
+    async def hold_as(self, dtype: str) -> None:
+        """Keep the weights in ``dtype`` from now on."""
+        await self._run(lambda engine: engine.model.to(getattr(torch, dtype)))
 
     @concurrent_endpoint
     async def advance(self) -> None:
@@ -142,6 +148,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             store=store,
         )
         await asyncio.gather(trainer.call("setup"), policy.call("setup"))
+        await trainer.call("hold_as", options.masters)
         rows: list[dict[str, float]] = []
         for repeat in range(options.repeats + 2):
             cast, raw_in = await writer.call_one("cast"), await writer.call_one("copy", True)
@@ -182,6 +189,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": Path(options.model).name,
         "bytes": published["bytes"],
+        "masters": options.masters,
         "trainer_procs": options.procs,
         "repeats": len(rows),
         "path_over_raw": round(medians["raw_s"] / medians["path_s"], 3),
@@ -197,6 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="models/smollm2", help="Hugging Face folder")
     parser.add_argument("--procs", type=int, default=1, help="trainer ranks; more than one: FSDP2")
+    parser.add_argument("--masters", choices=["float32", "bfloat16"], default="float32", help="what the trainer holds")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--plain-repeats", type=int, default=3)
     print(json.dumps(asyncio.run(measure(parser.parse_args()))))

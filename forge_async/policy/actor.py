@@ -1,38 +1,30 @@
-"""The policy service's actor: one engine replica, and the follower which brings it each new version of the weights."""
+"""The policy service's actor: one engine replica, with the follower that brings it each new version."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
-import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from monarch.actor import concurrent_endpoint
 
 from forge_async.errors import ForgeError
 from forge_async.mesh import ForgeActor
-from forge_async.mesh.processes import stand_back
-from forge_async.policy.attestation import DigestMismatchError, attest, attest_parts
 from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.policy.follower import Follower
 from forge_async.policy.turns import TurnLog, TurnSchedule, read_turns
-from forge_async.policy.weight_plan import WeightMismatchError
 from forge_async.store.digest import tensor_digest
 from forge_async.types import Completion
 
 if TYPE_CHECKING:
-    import torch
-
     from forge_async.policy.engine import PolicyEngine
-    from forge_async.policy.live_weights import Prepared
-    from forge_async.store import Manifest, Pulled, WeightStore
+    from forge_async.store import WeightStore
 
 DRAINED = (
     "generated_tokens",
@@ -51,16 +43,12 @@ DRAINED = (
 """Counters that :meth:`PolicyActor.drain_stats` reports since its last call."""
 
 
-SHORT_WORK_BYTES = 32 << 20
-"""Versions up to this size are prepared in the time of a forward pass or two: no need to yield to those."""
-
 SWITCH_INTERVAL_S = 0.0005
 """How long the engine's thread keeps the interpreter's lock when another thread of the process waits for it."""
 
-AGREED = (WeightMismatchError, DigestMismatchError)
-"""Errors of an update that every rank of a replica raises when one has found them."""
 
-T = TypeVar("T")
+NOT_FOLLOWING = {"digest": None, "digest_mismatches": 0, "update_failed": None}
+"""What the status of a replica without a weight store says of updates."""
 
 
 class PolicyActor(ForgeActor):
@@ -89,19 +77,7 @@ class PolicyActor(ForgeActor):
         self._rank = int(os.environ["RANK"]) if config.tensor_parallel_size > 1 else 0
         self._first_version = version
         self._engine: PolicyEngine | None = None
-        self._follower: asyncio.Task[None] | None = None
-        self._told = asyncio.Event()
-        self._wanted = version
-        """The newest version that follow() or sync() named."""
-        self._weights_lock = asyncio.Lock()
-        """Held while live parameters are written or read back."""
-        self._applied = asyncio.Condition()
-        self._last_update: dict[str, Any] = {"version": version - 1, "digest": None}
-        """What :meth:`sync` reports; the folder's own weights count as older, so that its version is attested too."""
-        self._background = ThreadPoolExecutor(1, "weights", stand_back, (config.update.pull_nice,))
-        self._digest_mismatches = 0
-        self._swaps: list[tuple[int, bool]] = []
-        """Of a replay: the versions still to be swapped in, and whether their layers are to be packed."""
+        self._follower: Follower | None = None
         self._drained: dict[str, Any] = {}
 
     @concurrent_endpoint
@@ -131,25 +107,23 @@ class PolicyActor(ForgeActor):
         seed = (self.seed * 1_000_003 + stream) % 2**31
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         engine = PolicyEngine(self.config, self.model_path, self._first_version, seed)
-        if replay is not None:
-            schedule = TurnSchedule(read_turns(Path(replay)))
-            self._swaps = schedule.swaps
-        if self._rank == 0 and replay is not None:
+        schedule = TurnSchedule(read_turns(Path(replay))) if replay is not None else None
+        if self._rank == 0 and schedule is not None:
             engine.use(schedule)  # whoever replays is told of an engine's end, and needs no other engine
         else:
             engine.on_death = _end_process
         if self._rank == 0 and record is not None:
             engine.use(TurnLog(Path(record)))
         self._engine = engine
-        if self._rank > 0:
-            loop = asyncio.get_running_loop()
-            engine.on_announced = lambda version: loop.call_soon_threadsafe(self._want, version)
-        seconds = await asyncio.to_thread(engine.start)
         if self.store is not None:
-            self._follower = asyncio.create_task(self._follow())
-            latest = await self.store.latest()
-            if self._rank == 0 and latest is not None and latest >= engine.version:
-                await self._until_live(latest)
+            follower = Follower(engine, self.store, self._rank, None if schedule is None else schedule.swaps)
+            self._follower = follower
+            if self._rank > 0:
+                loop = asyncio.get_running_loop()
+                engine.on_announced = lambda version: loop.call_soon_threadsafe(follower.want, version)
+        seconds = await asyncio.to_thread(engine.start)
+        if self._follower is not None:
+            await self._follower.start()
         return seconds
 
     @concurrent_endpoint
@@ -188,7 +162,7 @@ class PolicyActor(ForgeActor):
         Of several versions told meanwhile only the newest is applied. Raises what ended the follower, if it has ended.
         """
         if self._rank == 0:
-            self._tell(version)
+            self._following().tell(version)
 
     @concurrent_endpoint
     async def sync(self, version: int) -> dict[str, Any]:
@@ -202,15 +176,12 @@ class PolicyActor(ForgeActor):
         """
         if self._rank > 0:
             return {}
-        return await self._until_live(version)
+        return await self._following().until_live(version)
 
     @concurrent_endpoint
     async def reached(self, version: int) -> None:
         """In a replay: returns once all versions up to ``version`` that this replica has to take are in its hands."""
-        async with self._applied:
-            await self._applied.wait_for(
-                lambda: not self._swaps or self._swaps[0][0] > version or self._follower_error() is not None
-            )
+        await self._following().reached(version)
 
     @concurrent_endpoint
     async def hold(self, version: int) -> None:
@@ -231,12 +202,7 @@ class PolicyActor(ForgeActor):
     async def status(self) -> dict[str, Any]:
         """Version, queue lengths and counters, as of now."""
         status = self._ready().status()
-        follower_error = self._follower_error()
-        return status | {
-            "digest": self._last_update["digest"],
-            "digest_mismatches": self._digest_mismatches,
-            "update_failed": None if follower_error is None else str(follower_error),
-        }
+        return status | (NOT_FOLLOWING if self._follower is None else self._follower.status())
 
     @concurrent_endpoint
     async def drain_stats(self) -> dict[str, Any]:
@@ -262,193 +228,26 @@ class PolicyActor(ForgeActor):
         if self.config.tensor_parallel_size > 1:
             raise ForgeError("weights: the processes of a tensor-parallel replica hold parts of tensors only")
         engine = self._ready()
-        async with self._weights_lock:
+        async with nullcontext() if self._follower is None else self._follower.weights_lock:
             return engine.version, await asyncio.to_thread(_live_digests, engine)
 
     async def __cleanup__(self, exc: Exception | None) -> None:
         """Monarch calls this when the actor stops."""
         if self._follower is not None:
-            self._follower.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await self._follower
+            await self._follower.stop()
         if self._engine is not None:
             await asyncio.to_thread(self._engine.stop)
-        self._background.shutdown(wait=False)
-
-    # ---- the follower ----
 
     def _ready(self) -> PolicyEngine:
         if self._engine is None:
             raise ForgeError("this policy replica has no engine yet: call setup first")
         return self._engine
 
-    def _tell(self, version: int) -> None:
+    def _following(self) -> Follower:
         self._ready()
         if self._follower is None:
             raise ForgeError("this policy replica was made without a weight store: there is nothing to follow")
-        error = self._follower_error()
-        if error is not None:
-            raise error
-        self._want(version)
-
-    def _want(self, version: int) -> None:
-        self._wanted = max(self._wanted, version)
-        self._told.set()
-
-    def _follower_error(self) -> ForgeError | None:
-        task = self._follower
-        if task is None or not task.done() or task.cancelled() or task.exception() is None:
-            return None
-        cause = task.exception()
-        return cause if isinstance(cause, ForgeError) else ForgeError(f"a weight update failed: {cause!r}")
-
-    async def _until_live(self, version: int) -> dict[str, Any]:
-        self._tell(version)
-        async with self._applied:
-            await self._applied.wait_for(
-                lambda: self._last_update["version"] >= version or self._follower_error() is not None
-            )
-        error = self._follower_error()
-        if error is not None:
-            raise error
-        return dict(self._last_update)
-
-    async def _follow(self) -> None:
-        """Consumes versions named by follow() and sync(); makes the newest committed one live, one update at a time.
-
-        Waits for the next name; ends by cancellation or by the first failed update, which later calls raise.
-        """
-        engine = self._ready()
-        try:
-            while True:
-                await self._told.wait()
-                self._told.clear()
-                while (self._swaps[0][0] if self._swaps else self._last_update["version"] + 1) <= self._wanted:
-                    await self._pull_and_swap(engine)
-        except BaseException as error:
-            if self._rank > 0 and isinstance(error, Exception) and not isinstance(error, AGREED):
-                _end_process(error)  # rank 0 would wait for ever for this rank to swap
-            asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._wake_waiters()))
-            raise
-
-    async def _wake_waiters(self) -> None:
-        async with self._applied:
-            self._applied.notify_all()
-
-    async def _pull_and_swap(self, engine: PolicyEngine) -> None:
-        """One update. The lease is held until the swap is done, since the tensors may be views of shared memory."""
-        assert self.store is not None
-        packs = None
-        if self._swaps:
-            await self.store.wait_for_newer(self._swaps[0][0] - 1)
-            lease = await self.store.acquire(self._swaps[0][0])
-            packs = self._swaps.pop(0)[1]
-            await self._wake_waiters()
-        elif self._rank == 0:
-            lease = await self.store.acquire_next(self._wanted)
-        else:
-            lease = await self.store.acquire(self._wanted)
-        digests = engine.lockstep is None
-        preparing = asyncio.ensure_future(self._beside(lambda: engine.prepare(lease, lease.shapes, digests, packs)))
-        try:
-            update = await self._swap(engine, lease, preparing)
-            async with self._applied:
-                self._last_update = update
-                self._applied.notify_all()
-            await self._beside(engine.weights.discard)
-        finally:
-            await lease.release()  # which ends preparing too, where that still waits for the writer
-            await asyncio.gather(preparing, return_exceptions=True)
-
-    async def _swap(self, engine: PolicyEngine, lease: Pulled, preparing: asyncio.Future[Prepared]) -> dict[str, Any]:
-        """Attest and swap a version, which is being prepared, once it is committed.
-
-        A flip is attested before it is made: where that fails, the old weights stay live. A copy can be attested only
-        when the old weights are gone: the published tensors are checked before, and the engine ends if that fails.
-        """
-        weights, prepared = engine.weights, None
-        manifest = await lease.committed()
-        committed = time.perf_counter()
-        if self._rank == 0:
-            engine.announce(lease.version)
-
-        def check_before() -> None:
-            if weights.flips:
-                self._attest(engine, manifest, lease, prepared)
-            else:
-                held = ((name, tensor.dtype, tensor_digest(tensor)) for name, tensor in lease.items())
-                attest(manifest.version, manifest.digests, lease, held, weights.plan.aliases)
-
-        async with self._agreeing(engine):  # then no rank will wait for another between two forward passes
-            prepared = await preparing
-            pulled = time.perf_counter()
-            await self._beside(check_before)
-        assert prepared is not None
-        attested = time.perf_counter()
-        async with self._weights_lock:
-            report = await asyncio.wrap_future(engine.swap(manifest.version, prepared))
-            swapped = time.perf_counter()
-            try:
-                async with self._agreeing(engine):
-                    if weights.flips:
-                        weights.check_live(prepared)
-                    else:
-                        await self._beside(lambda: self._attest(engine, manifest, lease))
-            except ForgeError as error:
-                await asyncio.to_thread(engine.condemn, error)
-                raise
-        return {
-            "version": report.version,
-            "digest": manifest.digest,
-            "pause_ms": report.pause_ms,
-            "in_flight": report.in_flight,
-            "nbytes": report.nbytes,
-            "pull_s": pulled - committed,
-            "attest_s": attested - pulled + time.perf_counter() - swapped,
-            "swap": "flip" if weights.flips else "copy",
-            "layers": "packed" if prepared.packs else "live",
-        }
-
-    @contextlib.asynccontextmanager
-    async def _agreeing(self, engine: PolicyEngine) -> AsyncIterator[None]:
-        """Weights that do not fit, or differ, are raised; with several ranks on all what any has found. Collective."""
-        own: ForgeError | None = None
-        try:
-            yield
-        except AGREED as error:
-            own = error
-            self._digest_mismatches += isinstance(error, DigestMismatchError)
-        outcomes = [own]
-        if engine.lockstep is not None:
-            outcomes = await asyncio.to_thread(engine.lockstep.gather, own)
-        for outcome in outcomes:
-            if outcome is not None:
-                raise outcome
-
-    async def _beside(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in a thread, beside generation; with a low priority where it is long."""
-        long = self._ready().weights.plan.nbytes > SHORT_WORK_BYTES
-        return await asyncio.get_running_loop().run_in_executor(self._background if long else None, work)
-
-    def _attest(
-        self,
-        engine: PolicyEngine,
-        manifest: Manifest,
-        published: Mapping[str, torch.Tensor],
-        prepared: Prepared | None = None,
-    ) -> None:
-        """Compare what the engine holds (``prepared`` or, if None, live) with what was published.
-
-        A rank of several has no whole tensors, which could be digested: their parts are compared.
-
-        Raises:
-            DigestMismatchError: naming the first tensor that differs.
-        """
-        weights = engine.weights
-        if engine.lockstep is None:
-            attest(manifest.version, manifest.digests, published, weights.digests(prepared), weights.plan.aliases)
-        else:
-            attest_parts(manifest.version, self._rank, weights.compare(published, prepared))
+        return self._follower
 
 
 def _end_process(error: BaseException) -> None:

@@ -32,7 +32,7 @@ smollm2: setup ## train SmolLM2-135M on chain_sum
 	@$(BIN)/python apps/grpo_main.py --config configs/grpo_smollm2.yaml $(ARGS)
 
 test: setup ## run the whole test suite; TESTS="tests/buffer -k ledger" for a part
-	@$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),-n 2 --dist loadfile)
+	@$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),-n 2 --dist loadfile --no-loadscope-reorder)
 
 fuzz: setup ## run 10,000 fuzzed schedules of buffer and ledger, 2,000 of the loop (minutes)
 	@$(BIN)/python -m pytest tests/buffer/test_fuzz.py tests/test_loop_fuzz.py --hypothesis-profile=fuzz --timeout=1800

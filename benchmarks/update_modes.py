@@ -5,8 +5,9 @@ modes cost on the same workload.
 
 One engine on one core answers requests of the same lengths in every mode, more than it has places for, drawn from a
 log-normal distribution. Every few seconds there are new weights (two perturbed copies of the model's in turns), already
-in this process's memory; they are prepared by a thread of a replica's priority (policy.update.pull_nice) on the same
-core, so that a version comes so many seconds after the last one is live. In mode blocking a train step of fixed length
+in this process's memory; they are prepared by a thread of a replica's priority (policy.update.pull_nice), as in a run
+wherever a core is idle: the trainer's here, or with ``--busy`` none, so that the engine's is shared. A version comes so
+many seconds after the last one is live. In mode blocking a train step of fixed length
 stands between the hold and the swap; in the others the trainer is thought to work beside. The run without updates and
 never_stop with keep are repeated in turns, and their ratio is the median over pairs; the other modes are run once. A
 request longer than the time between updates would never end in abort_retry, so the longest one is chosen to fit, and
@@ -156,10 +157,16 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=4, help="seconds between updates")
     parser.add_argument("--train", type=float, default=2, help="seconds of a train step in mode blocking")
     parser.add_argument("--repeats", type=int, default=3, help="of the two runs that are compared")
+    parser.add_argument("--busy", action="store_true", help="no core but the engine's is idle: new weights share it")
     options = parser.parse_args()
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # before torch is imported, which counts its threads by it
     from forge_async.mesh.actor import WORKER_ENVIRONMENT
+    from forge_async.mesh.processes import HOST_CORES_VARIABLE
 
+    os.environ.setdefault(HOST_CORES_VARIABLE, ",".join(map(str, sorted(os.sched_getaffinity(0)))))
+    own = {max(os.sched_getaffinity(0))}
+    os.sched_setaffinity(0, own)
+    if options.busy:
+        os.environ[HOST_CORES_VARIABLE] = ",".join(map(str, own))
     if any(os.environ.get(name) != value for name, value in WORKER_ENVIRONMENT.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | WORKER_ENVIRONMENT)  # as a replica has it
 
@@ -215,6 +222,7 @@ def main() -> None:
         "requests": options.requests,
         "tokens": sum(lengths),
         "every_s": options.every,
+        "spare_core": not options.busy,
         "train_s": options.train,
         "repeats": options.repeats,
         "never_stop_keep_over_no_update": round(statistics.median(ratios), 4),

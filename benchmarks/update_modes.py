@@ -157,6 +157,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=4, help="seconds between updates")
     parser.add_argument("--train", type=float, default=2, help="seconds of a train step in mode blocking")
     parser.add_argument("--repeats", type=int, default=3, help="of the two runs that are compared")
+    parser.add_argument("--pair", action="store_true", help="only the two runs that are compared")
     parser.add_argument("--busy", action="store_true", help="no core but the engine's is idle: new weights share it")
     options = parser.parse_args()
     from forge_async.mesh.actor import WORKER_ENVIRONMENT
@@ -195,6 +196,8 @@ def main() -> None:
 
     modes = {"no update": UpdateConfig()}
     modes |= {f"{m} {kv}" if m == "never_stop" else m: UpdateConfig(mode=m, kv=kv) for m, kv in RULES}
+    if options.pair:
+        modes = {name: modes[name] for name in ("no update", "never_stop keep")}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in modes}
     measure(engine, replace(work(), lengths=[8] * len(lengths)), Publisher(engine, weights, 0, 0))  # warm-up
     for repeat in range(options.repeats):

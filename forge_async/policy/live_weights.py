@@ -33,7 +33,7 @@ import torch
 from forge_async.errors import ConfigError
 from forge_async.policy import vllm_compat
 from forge_async.policy.config import UpdateConfig
-from forge_async.policy.weight_plan import Place, WeightMismatchError, WeightPlan
+from forge_async.policy.weight_plan import Place, WeightMismatchError, WeightPlan, in_parts
 from forge_async.store.digest import tensor_digest
 
 
@@ -174,7 +174,7 @@ class LiveWeights:
                 layer = self.layers.get(name) if packs else None
                 if layer is None or layer.shared:
                     place = new.places[name] = self._spare.pop(name) if name in self._spare else self._new_place(name)
-                    place.write(tensors)
+                    place.write(tensors, digests)
                     new.dense[name] = place.memory
                 else:
                     place = self._gather(name, tensors)
@@ -358,10 +358,11 @@ class LiveWeights:
         writes = self.plan.writes[name]
         if len(writes) == 1:
             (source, piece) = writes[0]
-            tensor = tensors[source]
-            whole = tuple(tensor.shape) == shape and piece.covers(shape) and piece.stride == piece.target_stride
-            if whole and tensor.dtype == dtype and tensor.is_contiguous():
-                return Place(self.plan, name, tensor)
+            same = piece.covers(shape) and piece.stride == piece.target_stride
+            if same and in_parts(tensors, source) is None:
+                tensor = tensors[source]
+                if tuple(tensor.shape) == shape and tensor.dtype == dtype and tensor.is_contiguous():
+                    return Place(self.plan, name, tensor)
         whole = sum(piece.numel for _, piece in writes) == math.prod(shape)
         if whole and isinstance(self.layers[name], vllm_compat.PackedLinear):
             place = self._on_workbench(name)

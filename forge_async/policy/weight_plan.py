@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_async.errors import ForgeError
 from forge_async.policy import checkpoint
-from forge_async.store.digest import bytes_digest, tensor_bytes
+from forge_async.store.digest import DigestedCopy, bytes_digest, tensor_bytes
+from forge_async.store.pulled import Pulled
 
 NOT_A_WEIGHT = "rotary_emb.inv_freq"
 """Names with this in them are computed, not learned; checkpoints of some models carry them all the same."""
@@ -226,30 +227,56 @@ class Place:
 
     def __init__(self, plan: WeightPlan, parameter: str, memory: torch.Tensor) -> None:
         self.memory = memory
-        self._copies = [
-            (name, None if piece.covers(plan.entries[name].shape) else piece, piece.within(memory))
-            for name, piece in plan.writes[parameter]
-        ]
         self._held: dict[str, tuple[torch.dtype, tuple[int, ...], memoryview]] = {}
-        """Tensors that lie here in one run of bytes, by HF name; on the CPU."""
+        """Tensors that lie here in one run of bytes, where the model looks for them, by HF name; on the CPU."""
+        held_at: dict[str, int] = {}
         for name in plan.completed_by[parameter] if memory.device.type == "cpu" else ():
             entry = plan.entries[name]
             if len(entry.pieces) == 1 and entry.pieces[0].shape == entry.shape:
                 held = entry.pieces[0].within(memory)
                 if held.is_contiguous():
-                    self._held[name] = (held.dtype, entry.shape, tensor_bytes(held))
+                    self._held[name], held_at[name] = (held.dtype, entry.shape, tensor_bytes(held)), held.data_ptr()
+        self._copies = [
+            (name, None if piece.covers(plan.entries[name].shape) else piece, piece.within(memory))
+            for name, piece in plan.writes[parameter]
+        ]
+        self._in_place = {
+            name
+            for name, piece, target in self._copies
+            if piece is None and target.is_contiguous() and held_at.get(name) == target.data_ptr()
+        }
+        """Tensors that are copied in one piece to where they are held."""
+        self._digested: dict[str, DigestedCopy] = {}
+        self._digests: dict[str, str] = {}
 
-    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy what a version (HF name -> full tensor) holds for the parameter; on a GPU copies are only started."""
+    def write(self, tensors: Mapping[str, torch.Tensor], digests: bool = False) -> None:
+        """Copy what a version (HF name -> full tensor) holds for the parameter; on a GPU copies are only started.
+
+        With ``digests`` what is copied in one piece to where it is held is digested on the way, for :meth:`digest`.
+        """
+        self._digests.clear()
         with torch.no_grad():
             for name, piece, target in self._copies:
+                if piece is None and (pulled := in_parts(tensors, name)) is not None:
+                    pulled.copy_into(name, target)
+                    continue
                 source = tensors[name].contiguous()
-                target.copy_(source if piece is None else piece.of(source), non_blocking=True)
+                if digests and name in self._in_place:
+                    if name not in self._digested:
+                        self._digested[name] = DigestedCopy(target, source.shape, source.shape)
+                    self._digests[name] = self._digested[name](source)
+                else:
+                    target.copy_(source if piece is None else piece.of(source), non_blocking=True)
 
     def digest(self, name: str) -> str | None:
         """Of an HF tensor as it lies here, read where the model looks for it; None where it must be assembled."""
-        held = self._held.get(name)
-        return None if held is None else bytes_digest(*held)
+        known, held = self._digests.get(name), self._held.get(name)
+        return known or (None if held is None else bytes_digest(*held))
+
+
+def in_parts(tensors: Mapping[str, torch.Tensor], name: str) -> Pulled | None:
+    """``tensors`` where they are pulled ones and ``name`` lies in several parts, better copied than put together."""
+    return tensors if isinstance(tensors, Pulled) and not tensors.lies_whole(name) else None
 
 
 def build_plan(model: torch.nn.Module, model_path: str | Path, whole: bool = True) -> WeightPlan:

@@ -66,11 +66,16 @@ class Pulled(Mapping[str, torch.Tensor]):
         self._ready(name)
         if name not in self._whole:
             pieces = self.manifest.tensors[name].pieces
-            whole = lies_in_full(pieces)
             self._whole[name] = (
-                pieces[0].full_view(self.buckets[pieces[0].bucket]) if whole else assemble(pieces, self.buckets)
+                pieces[0].full_view(self.buckets[pieces[0].bucket])
+                if self.lies_whole(name)
+                else assemble(pieces, self.buckets)
             )
         return self._whole[name]
+
+    def lies_whole(self, name: str) -> bool:
+        """Whether asking for a tensor gives a view of it; else :meth:`copy_into` saves putting it together first."""
+        return lies_in_full(self.manifest.tensors[name].pieces)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.manifest.tensors)

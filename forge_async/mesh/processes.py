@@ -110,3 +110,20 @@ def stand_back(nice: int) -> None:
     if HOST_CORES_VARIABLE in os.environ:
         own = os.sched_getaffinity(thread)
         os.sched_setaffinity(thread, own | {int(core) for core in os.environ[HOST_CORES_VARIABLE].split(",")})
+
+
+class GiveWay:
+    """Lets the kernel move the calling thread to an idle core while it has to share one.
+
+    A kernel looks for an idle core when a thread wakes up; one of low priority that never sleeps can stay beside a busy
+    thread for seconds. Call it now and then.
+    """
+
+    def __init__(self) -> None:
+        self._at, self._worked = time.perf_counter(), time.thread_time()
+
+    def __call__(self) -> None:
+        """Sleep for a moment where less than two thirds of the time since the last call was the thread's own."""
+        if time.perf_counter() - self._at > 1.5 * (time.thread_time() - self._worked) + 1e-3:
+            time.sleep(5e-5)
+        self._at, self._worked = time.perf_counter(), time.thread_time()

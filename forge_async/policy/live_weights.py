@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 import torch
 
 from forge_async.errors import ConfigError
+from forge_async.mesh.processes import GiveWay
 from forge_async.policy import vllm_compat
 from forge_async.policy.config import UpdateConfig
 from forge_async.policy.weight_plan import Place, WeightMismatchError, WeightPlan, in_parts
@@ -169,6 +170,7 @@ class LiveWeights:
         began = time.thread_time()
         new = WeightSet()
         prepared = Prepared(tensors, new, packs)
+        give_way = GiveWay()
         with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for name in self.plan.parameters:
                 layer = self.layers.get(name) if packs else None
@@ -182,6 +184,7 @@ class LiveWeights:
                     new.packed[name] = layer.pack(place.memory)
                 if digests:
                     self._digest(name, place, prepared)
+                give_way()
             self.plan.wait_for_copies()
         self._spare.clear()  # what is left served the other form of layers
         prepared.cost_s = time.thread_time() - began

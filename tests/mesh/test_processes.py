@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from forge_async.mesh import processes
 from forge_async.mesh.processes import (
     HOST_CORES_VARIABLE,
     RUN_VARIABLE,
@@ -67,3 +68,18 @@ def test_a_thread_that_stands_back_may_use_all_cores_of_the_run(monkeypatch) -> 
         (cores, nice), (cores_here, nice_here) = thread.submit(pinned).result()
     assert (cores, nice) == (every, min(nice_here + 5, 19))
     assert cores_here == own
+
+
+def test_a_thread_that_shares_its_core_gives_way_and_one_that_does_not_goes_on(monkeypatch) -> None:
+    slept: list[float] = []
+    clock = {"at": 0.0, "worked": 0.0}
+    monkeypatch.setattr(processes.time, "perf_counter", lambda: clock["at"])
+    monkeypatch.setattr(processes.time, "thread_time", lambda: clock["worked"])
+    monkeypatch.setattr(processes.time, "sleep", slept.append)
+    give_way = processes.GiveWay()
+    for passed, worked, sleeps in ((0.1, 0.1, 0), (0.1, 0.01, 1), (0.1, 0.09, 0), (0.0005, 0.0, 0)):
+        clock["at"] += passed
+        clock["worked"] += worked
+        slept.clear()
+        give_way()
+        assert len(slept) == sleeps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,22 @@ def test_masked_logprobs_equal_a_naive_softmax_over_the_kept_ids_for_every_chunk
     (actual[0] * coefficient_K).sum().backward()
     torch.testing.assert_close(hidden_KD.grad, wanted[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(weight_VD.grad, wanted[1], atol=1e-5, rtol=1e-5)
+
+
+def test_recorded_ids_decide_where_logits_tie_at_the_cut() -> None:
+    """In bfloat16 neighbours tie often. Which of them the sampler kept is a fact of its own, not of the logits."""
+    hidden_KD = torch.ones(3, 8, dtype=torch.bfloat16)
+    weight_VD = torch.zeros(6, 8, dtype=torch.bfloat16)
+    weight_VD[0] += 0.5  # logit 4; ids 1 to 4 tie at 2, id 5 has 0
+    weight_VD[1:5] += 0.25 * (1 + 1e-3 * torch.arange(4))[:, None]  # no difference is left in bfloat16
+    mask = SamplingMask(np.array([0, 2, 0, 4, 3, 0, 1, 2, 3, 4], np.int32), np.array([2, 3, 5], np.int32))
+    labels, ones = torch.tensor([2, 3, 1]), torch.ones(3)
+    kept = KeptIds.on(torch.device("cpu"), mask)
+    found = selected_logprobs(hidden_KD, weight_VD, Predictions(labels, labels, ones, kept))[0]
+    expected = [-math.log1p(math.exp(2)), *(-math.log(count + math.exp(2)) for count in (2, 4))]
+    assert found.tolist() == pytest.approx(expected, abs=1e-6)
+    gone = Predictions(labels[:1] + 1, labels[:1] + 1, ones[:1], kept.part(0, 1))
+    assert selected_logprobs(hidden_KD[:1], weight_VD, gone)[0].item() == -math.inf, "id 3 ties with 2: not kept"
 
 
 class MostLogits(TorchDispatchMode):

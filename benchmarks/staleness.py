@@ -8,8 +8,8 @@ Runs one config with the same number of steps, groups and episodes, for each lea
 * synchronous: ``buffer.max_staleness=0``, every token is on-policy;
 * corrected: ``buffer.max_staleness=4`` with as many open prompts as it allows, so that the trained tokens are about
   four versions old; decoupled PPO with truncated weights (docs/losses.md);
-* clipped: the same staleness with the config's own loss, whose ratio and clip are taken against the sampler;
-* uncorrected: the same staleness and the plain policy gradient, as if the tokens were on-policy.
+* uncorrected: the same staleness and the plain policy gradient, as if the tokens were on-policy;
+* clipped, where asked for: the same with the config's own loss, whose ratio and clip are taken against the sampler.
 
 On fresh tokens the gradients of all four are the same. In all of them the engine decodes every open request at once, so
 that training, not generation, is the slower side, and samples are as stale as the bound lets them be. The reward of a
@@ -157,7 +157,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rates", nargs="+", default=["3e-4"], help="learning rates")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    usual = ["synchronous", "corrected", "uncorrected"]
+    parser.add_argument("--arms", nargs="+", default=usual, choices=list(ARMS))
     parser.add_argument("--folder", type=Path, help="keeps a record of each run; default: a temporary one")
     parser.add_argument("--plot", type=Path, help="draw the curves into this PNG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")

@@ -1,9 +1,9 @@
-"""Claim: recording the sampling mask costs little of the generation's speed.
+"""Claim: recording the sampling mask, and a seed per request, cost little of the generation's speed.
 
 ``python benchmarks/sampling_mask.py --model models/smollm2 [--top-k 20] [--batch 32] [--tokens 48] [--repeats 5]``
 
-One engine serves the same seeded requests with and without recording, in turns after a warm-up; medians of tokens per
-second. The last line is one JSON object.
+One engine serves the same requests with masks and seeds, with seeds, and with neither, in turns after a warm-up;
+medians of tokens per second. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ import os
 import statistics
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from forge_async.policy import PolicyConfig, SamplingConfig
 from forge_async.policy.engine import PolicyEngine
 
+CASES = {"mask, seed": (True, True), "seed": (False, True), "neither": (False, False)}
+"""Name -> whether masks are recorded, and whether each request has a seed of its own."""
 
-def speed(engine: PolicyEngine, sampling: SamplingConfig, batch: int) -> float:
+
+def speed(engine: PolicyEngine, sampling: SamplingConfig, batch: int, seeded: bool) -> float:
     """Tokens per second of one batch."""
     began = time.perf_counter()
-    running = [engine.submit([10 + i] * 16, sampling, seed=i) for i in range(batch)]
+    running = [engine.submit([10 + i] * 16, sampling, seed=i if seeded else None) for i in range(batch)]
     tokens = sum(len(future.result().token_ids) for future in running)
     return tokens / (time.perf_counter() - began)
 
@@ -42,20 +46,28 @@ def main() -> None:
     config = PolicyConfig(max_model_len=256, max_num_seqs=options.batch, kv_cache_gib=1.0, sampling=sampling)
     engine = PolicyEngine(config, options.model)
     engine.start()
-    speeds: dict[bool, list[float]] = {True: [], False: []}
+    speeds: dict[str, list[float]] = {name: [] for name in CASES}
     for repeat in range(options.repeats + 1):
-        for recorded in (True, False):
-            measured = speed(engine, replace(sampling, sampling_mask=recorded), options.batch)
+        for name, (recorded, seeded) in CASES.items():
+            measured = speed(engine, replace(sampling, sampling_mask=recorded), options.batch, seeded)
             if repeat:
-                speeds[recorded].append(measured)
+                speeds[name].append(measured)
     engine.stop()
-    with_mask, without = (statistics.median(speeds[recorded]) for recorded in (True, False))
-    print(f"{'mask':>8} {'tokens/s':>10}   each")
-    for name, recorded in (("recorded", True), ("off", False)):
-        each = " ".join(f"{value:.0f}" for value in speeds[recorded])
-        print(f"{name:>8} {statistics.median(speeds[recorded]):10.1f}   {each}")
-    result = {"model": options.model, "top_k": options.top_k, "batch": options.batch, "repeats": options.repeats}
-    print(json.dumps(result | {"with_over_without": round(with_mask / without, 3)}))
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    print(f"{'recorded':>10} {'tokens/s':>10}   each")
+    for name, values in speeds.items():
+        print(f"{name:>10} {medians[name]:10.1f}   " + " ".join(f"{value:.0f}" for value in values))
+    result = {
+        "model": Path(options.model).name,
+        "top_k": options.top_k,
+        "batch": options.batch,
+        "repeats": options.repeats,
+    }
+    ratios = {
+        "mask_over_no_mask": round(medians["mask, seed"] / medians["seed"], 3),
+        "seed_over_no_seed": round(medians["seed"] / medians["neither"], 3),
+    }
+    print(json.dumps(result | ratios))
 
 
 if __name__ == "__main__":

@@ -201,3 +201,16 @@ def test_the_list_of_settings_is_up_to_date() -> None:
     spec.loader.exec_module(reference)
     written = (ROOT / "docs/configuration-reference.md").read_text()
     assert written == reference.page(), "docs/configuration-reference.md is behind the code: run `make docs`"
+
+
+def test_every_case_names_tests_that_exist() -> None:
+    rows = [line for line in (ROOT / "docs/cases.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not row.startswith("| situation |")]
+    named = [re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row) for row in rows]
+    assert len(rows) >= 38
+    assert [row for row, tests in zip(rows, named, strict=True) if not tests] == []
+    defined: dict[str, set[str]] = {}
+    for path in {path for tests in named for path, _ in tests}:
+        tree = ast.parse((ROOT / path).read_text())
+        defined[path] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    assert [f"{path}::{name}" for tests in named for path, name in tests if name not in defined[path]] == []

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forge_async import loop as loop_module
 from forge_async.buffer import BufferConfig, PromptTooLong, RolloutBuffer
 from forge_async.config import Config
 from forge_async.errors import ForgeError, RunFailed
 from forge_async.loop import AsyncLoop
-from forge_async.mesh import ServiceGaveUp
+from forge_async.mesh import ReplicaDied, ServiceGaveUp
 from forge_async.policy.config import PolicyConfig, SamplingConfig, UpdateConfig
 from forge_async.rollout.config import RewardSpec, RolloutConfig
-from forge_async.types import Completion, Prompt, StepStats
+from forge_async.types import Completion, Episode, Group, Prompt, StepStats, Turn
 
 
 class Policy:
@@ -128,6 +129,60 @@ async def test_a_policy_service_that_gave_up_ends_the_run_with_its_cause(loop):
         async for _ in started.steps(2):
             pass
     assert started.buffer.ledger.dropped["failed"] == 0, "prompts are not used up for it"
+
+
+async def test_a_rollout_that_never_returns_is_timed_out_and_the_steps_go_on(loop):
+    class Silent(Policy):
+        async def call(self, name: str, prompt: np.ndarray, *args: Any, **kwargs: Any) -> Completion:
+            if kwargs["session"] == "0-1":
+                await asyncio.Event().wait()
+            return await super().call(name, prompt, *args, **kwargs)
+
+    running = loop(prompts(9), Silent(), RolloutConfig(group_size=2, timeout_s=0.2), retries=0)
+    async with asyncio.timeout(10):
+        steps = [step async for step in running.steps(4)]
+    assert len(steps) == 4
+    assert running.buffer.ledger.fate("0-1") == "dropped (failed)"
+    assert running.tally.failed_episodes == {"timeout": 2}
+
+
+async def test_a_completion_lost_with_its_replica_is_asked_for_again_under_another_name(loop):
+    class Dying(Policy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: list[str] = []
+
+        async def call(self, name: str, prompt: np.ndarray, sampling: Any, request: str, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
+            self.asked.append(request)
+            if request in ("0-0.0~0", "0-0.0~1"):
+                raise ReplicaDied("replica 0: its process ended")
+            return await super().call(name, prompt, sampling, request, *args, **kwargs)
+
+    policy = Dying()
+    running = loop(prompts(4), policy)
+    async with asyncio.timeout(10):
+        steps = [step async for step in running.steps(2)]
+    assert [request for request in policy.asked if request.startswith("0-0.0")] == ["0-0.0~0", "0-0.0~1", "0-0.0~2"]
+    assert running.tally.requeued == 2 and not running.tally.failed_episodes
+    assert sum(len(group.episodes) for step in steps for group in step.groups) == 8
+
+
+async def test_lengths_are_of_sampled_tokens_not_of_tool_replies(loop, monkeypatch: pytest.MonkeyPatch):
+    async def two_turns(prompt: Prompt, *args: Any, n: int, **kwargs: Any) -> Group:
+        def completion(ids: list[int], sampled: int) -> Completion:
+            versions, logprobs = np.zeros(sampled, np.int32), np.zeros(sampled, np.float32)
+            tokens = np.full(sampled, 5, np.int32)
+            return Completion(np.array(ids, np.int32), tokens, logprobs, versions, versions, "stop")
+
+        turns = (Turn(completion([1, 2], 3)), Turn(completion([1, 2, 5, 5, 5, 20, 21, 22, 23], 2)))
+        episodes = [Episode(f"{prompt.prompt_id}.{i}", prompt.prompt_id, turns, float(i)) for i in range(n)]
+        return Group(prompt, tuple(episodes))
+
+    monkeypatch.setattr(loop_module, "rollout_group", two_turns)
+    async with asyncio.timeout(10):
+        (step,) = [step async for step in loop(prompts(4)).steps(1)]
+    assert step.completion_length == 5.0
+    assert step.stats.trained_tokens == 4 * 5
 
 
 async def test_a_dataset_that_ends_before_anything_was_trained_is_an_error(loop):

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from forge_async.errors import ForgeError
 from forge_async.trainer.config import ParallelismConfig, TrainerConfig
 from forge_async.trainer.engine import TrainerEngine
+from forge_async.trainer.logprobs import at_least_float32
 from forge_async.trainer.loss import LossFunction, PolicyTokens, policy_loss
 from forge_async.types import TrainingSequence
 
@@ -143,7 +144,7 @@ def deviation(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Te
     if expected.keys() != found.keys():
         return float("inf"), ", ".join(sorted(expected.keys() ^ found.keys()))
     errors = {
-        name: _norm([found[name].float() - wanted.float()]) / max(_norm([wanted]), floor)
+        name: _norm([found[name].double() - wanted.double()]) / max(_norm([wanted]), floor)
         for name, wanted in expected.items()
     }
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
@@ -194,7 +195,7 @@ def one_by_one(trainer: TrainerEngine, sequences: list[TrainingSequence]) -> dic
 
     def chosen(sequence: TrainingSequence, model: torch.nn.Module) -> torch.Tensor:
         """Log-prob of each trained token, under the logits after the token before it."""
-        logits_TV = trainer.logits(sequence.token_ids, model).float() / sequence.temperature
+        logits_TV = at_least_float32(trainer.logits(sequence.token_ids, model)) / sequence.temperature
 
         def logprob(t: int) -> torch.Tensor:
             kept = sequence.sampling_mask.of(np.array([t])).token_ids if sequence.sampling_mask is not None else ()

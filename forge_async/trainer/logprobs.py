@@ -88,7 +88,7 @@ class VocabularySplit:
 def selected_logprobs(
     hidden_KD: torch.Tensor, weight_VD: torch.Tensor, predictions: Predictions, split: VocabularySplit | None = None
 ) -> torch.Tensor:
-    """Log-probs and entropies, float32 [2, K].
+    """Log-probs and entropies [2, K], float32 (float64 for a model in float64).
 
     log p_k = z_k[label_k] - logsumexp(z_k), z_k = W h_k / temperature_k; H_k = logsumexp(z_k) - sum_v p_kv z_kv.
     Sums run over the ids that the sampler kept at k (``predictions.kept``): top-k, top-p and min-p choose among the
@@ -131,7 +131,7 @@ def _chunk(
     kept: KeptIds | None,
     split: VocabularySplit | None,
 ) -> torch.Tensor:
-    logits_KV = F.linear(hidden_KD, weight_VD).float() * inverse_temperature_K[:, None]
+    logits_KV = at_least_float32(F.linear(hidden_KD, weight_VD)) * inverse_temperature_K[:, None]
     if kept is not None:
         kept_KV = kept.dense(split.start if split is not None else 0, logits_KV.shape[1])
         logits_KV = logits_KV.masked_fill_(~kept_KV, -torch.inf)
@@ -149,6 +149,11 @@ def _chunk(
             dist.all_reduce(expected_K, group=split.group)
         entropy_K = log_total_K - expected_K
     return torch.stack([logprob_K, entropy_K])
+
+
+def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    """The same in float32, or as they are in float64."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _split_sums(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forge_async.buffer import BufferConfig, RolloutBuffer
 from forge_async.config import Config, to_yaml
 from forge_async.journal import Journal, completion_line, request_seed, runs, token_ids, turns_file
 from forge_async.policy.turns import Diverged
@@ -19,7 +21,7 @@ from forge_async.replay import NotReplayable, Recorded, Replay
 from forge_async.replay.buffer import RecordedBuffer
 from forge_async.replay.command import watch
 from forge_async.replay.recorded import session_of
-from forge_async.types import Completion, Episode, Group, Prompt, StepStats, TrainingSequence, Turn
+from forge_async.types import Completion, Episode, Group, Prompt, SamplingMask, StepStats, TrainingSequence, Turn
 
 THREADS = {"trainer": 1.0, "policy": 1.0}
 
@@ -168,6 +170,10 @@ def test_what_is_as_recorded_is_counted(replay: Replay) -> None:
         (lambda r: r.failed("0-0.1", "error", "boom"), "episode 0-0.1 failed here and not when recorded.*boom"),
         (lambda r: r.batch(1, [group("0-0", reward=2.0)], [sequence()]), r"step 1, prompt 0-0: its rewards are \[2.0"),
         (lambda r: r.batch(1, [group("0-0")], [sequence(0.25)]), "step 1: the batch's advantages are not those"),
+        (
+            lambda r: r.batch(1, [group("0-0")], [replace(sequence(), sampling_mask=SamplingMask.whole(4))]),
+            "step 1: the batch's sampling_mask are not those",
+        ),
         (lambda r: r.trained(1, stats(loss=0.1 + 2**-56)), "step 1: loss is .*, recorded was 0.1"),
         (lambda r: r.trained(1, replace(stats(), grad_norm=2.5)), "step 1: grad_norm is 2.5, recorded was 2.0"),
         (lambda r: r.published(1, "d9"), "version 1 has weights of digest d9, recorded was d1"),
@@ -206,6 +212,34 @@ async def test_the_buffer_repeats_admissions_batches_and_lost_work(tmp_path: Pat
     assert [e.episode_id for e in second.episodes] == ["0-1.1"], "the others were not in the recorded batch"
     with pytest.raises(StopAsyncIteration):
         await anext(batches)
+
+
+async def test_stale_tokens_are_masked_again_as_they_were(tmp_path: Path) -> None:
+    """The gate's choice is made again, and is that of the run: a group whose tokens span versions 0 to 2, at 3."""
+    config = Config(buffer=BufferConfig(max_staleness=1, window=2, stale="mask", groups_per_step=1))
+    spanning = Episode("0-0.0", "0-0", (Turn(completion(versions=(0, 2, 2))),), 1.0)
+    fresh = Episode("0-0.1", "0-0", (Turn(completion(versions=(2, 2, 2))),), 0.0)
+    finished = Group(prompt("0-0"), (spanning, fresh))
+    lived = RolloutBuffer(config.buffer)
+    await lived.admit(iter([prompt("0-0")]))
+    lived.finish(finished)
+    lived.trainer_version = 3
+    recorded = [g async for batch in _first(lived.batches()) for g in batch]
+    assert [episode.trained_since for episode in recorded[0].episodes] == [2, 0]
+
+    journal = write(tmp_path, config)
+    journal.close()
+    lines = [line for line in Recorded.read(tmp_path).lines if line["k"] in ("admit", "batch")][:3]
+    again = RecordedBuffer(config, lines)
+    again.trainer_version = 3
+    await again.admit(iter([prompt("0-0")]))
+    again.finish(finished)
+    repeated = [g async for batch in _first(again.batches()) for g in batch]
+    assert repeated == recorded
+
+
+async def _first(batches: AsyncIterator[list[Group]]) -> AsyncIterator[list[Group]]:
+    yield await anext(batches)
 
 
 async def test_another_dataset_is_a_divergence(tmp_path: Path) -> None:

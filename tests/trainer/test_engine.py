@@ -49,7 +49,11 @@ def test_the_loss_is_the_mean_over_all_tokens_and_the_version_counts_steps(tiny_
 def test_the_sampled_end_token_is_trained_even_where_it_is_the_padding_token(tiny_llama: Path) -> None:
     engine = TrainerEngine(CONFIG, tiny_llama)
     ends = [sequence("a", [5, 6], [7, 0]), sequence("b", [5, 6, 8], [0])]
-    assert engine.sft_step(ends).trained_tokens == 3
+    first, second = engine.logprobs(ends)
+    stats = engine.sft_step(ends)
+    assert stats.trained_tokens == 3
+    assert stats.loss == pytest.approx(-(first[2] + first[3] + second[3]) / 3, rel=1e-5)
+    assert min(-first[3], -second[3]) > 0.1, "so that a token left out shows"
 
 
 def test_the_gradient_is_the_one_a_step_applies_and_changes_nothing(tiny_llama: Path) -> None:
@@ -64,6 +68,20 @@ def test_the_gradient_is_the_one_a_step_applies_and_changes_nothing(tiny_llama: 
     moments = engine.optimizers.optimizers[0].state
     for name, parameter in engine.model.named_parameters():  # after one step: (1 - beta) times the gradient
         torch.testing.assert_close(moments[parameter]["exp_avg"], 0.1 * gradient[name], atol=1e-7, rtol=1e-4)
+
+
+def test_ten_tokens_on_one_rank_and_two_on_another_give_one_ranks_gradient(tiny_llama: Path) -> None:
+    """What the ranks add up; that they do so in processes of their own is tested with the gradient check."""
+    engine = TrainerEngine(CONFIG, tiny_llama)
+    given = [sequence("a", [5, 6], list(range(7, 17))), sequence("b", [9], [8, 3], advantage=-2.0)]
+    expected = engine.gradient(given)
+    engine.data_ranks, found = 2, []
+    for rank in (0, 1):
+        engine.data_rank = rank
+        assert sum(len(row.label) for row in engine._rows(given)) == (10, 2)[rank]
+        found.append(engine.gradient(given))
+    for name, whole in expected.items():
+        torch.testing.assert_close(found[0][name] + found[1][name], whole, atol=1e-6, rtol=1e-4)
 
 
 def test_what_a_step_reports_is_what_its_ratios_are(tiny_llama: Path) -> None:

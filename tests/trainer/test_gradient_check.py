@@ -10,7 +10,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch.distributed as dist
-from trainer_samples import sequence
+from trainer_samples import DoubleTrainer, sequence
 
 from forge_async.errors import ForgeError
 from forge_async.testing.models import ModelFactory
@@ -43,10 +43,18 @@ def failed(result: GradientCheck) -> set[str]:
     ids=lambda loss: loss.algorithm,
 )
 def test_every_split_and_packing_gives_the_same_gradient(tiny_llama: Path, loss: LossConfig) -> None:
-    result = gradient_check(dataclasses.replace(CONFIG, loss=loss), tiny_llama, processes=1)
+    """In float64, but for torchtitan's rotary embedding, which rounds to float32: about 5e-8 of a gradient."""
+    config = dataclasses.replace(CONFIG, loss=loss)
+    result = gradient_check(config, tiny_llama, engine=DoubleTrainer, processes=1, tolerance=1e-6)
     assert result.passed, str(result)
     assert set(result.deviations) == {"one_by_one", "micro_batches", "packing", "row_order"}
     assert result.tokens > 50
+
+
+def test_float32_keeps_to_its_own_rounding(tiny_llama: Path) -> None:
+    result = gradient_check(CONFIG, tiny_llama, processes=1)
+    assert result.passed, str(result)
+    assert max(result.deviations.values()) < 1e-5
 
 
 def test_a_mixture_of_experts_does_so_too(tiny_qwen3_moe: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from forge_async.trainer.engine import TrainerEngine
 from forge_async.types import SamplingMask, TrainingSequence
 
 
@@ -63,3 +65,13 @@ def masked(sequences: list[TrainingSequence], kept: int = 6, vocabulary: int = 2
         counts = np.array([len(part) for part in parts], dtype=np.int32)
         made.append(replace(given, sampling_mask=SamplingMask(np.concatenate(parts).astype(np.int32), counts)))
     return made
+
+
+class DoubleTrainer(TrainerEngine):
+    """Computes in float64, so that what is left of a difference is no rounding."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for model in (self.model, self.reference):
+            if model is not None:
+                model.double()

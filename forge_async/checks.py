@@ -69,7 +69,9 @@ async def check_ratios(
             for name, prompt in ((f"check-{index}", prompt) for index, prompt in enumerate(prompts))
         )
     )
-    sequences = [_sequence(p, c, sampling.temperature) for p, c in zip(prompts, completions, strict=True)]
+    sequences = [
+        completion_sequence(p.prompt_id, c, sampling.temperature) for p, c in zip(prompts, completions, strict=True)
+    ]
     scored: list[np.ndarray] = (await trainer.call("logprobs", sequences))[0]
     worst: list[tuple[float, str]] = []
     errors = []
@@ -99,11 +101,12 @@ async def check_ratios(
     return report
 
 
-def _sequence(prompt: Prompt, completion: Completion, temperature: float) -> TrainingSequence:
-    before, after = len(prompt.token_ids), len(completion.token_ids)
+def completion_sequence(name: str, completion: Completion, temperature: float) -> TrainingSequence:
+    """What the trainer scores to compare log-probs: a completion after its prompt, without an advantage."""
+    before, after = len(completion.prompt_token_ids), len(completion.token_ids)
     return TrainingSequence(
-        sequence_id=prompt.prompt_id,
-        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
+        sequence_id=name,
+        token_ids=np.concatenate([completion.prompt_token_ids, completion.token_ids]).astype(np.int32),
         loss_mask=np.arange(before + after) >= before,
         logprobs=np.concatenate([np.zeros(before, np.float32), completion.logprobs]).astype(np.float32),
         policy_versions=np.concatenate([np.full(before, -1, np.int32), completion.policy_versions]).astype(np.int32),

@@ -1,4 +1,7 @@
-"""Command lines: what every app shares (config, overrides, errors, exit codes), and ``forge-async run | replay``."""
+"""Command lines: ``forge-async``, and what every app shares (config, overrides, errors, exit codes).
+
+Commands import what they need when they run: to be helped with a typo must not wait for torch.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,13 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from forge_async.config import Config, load_config, to_yaml
+import typer
+from typer.core import TyperGroup
+
+from forge_async.config import Config, SFTConfig, load_config, to_yaml
 from forge_async.errors import ForgeError
 
 T = TypeVar("T")
@@ -17,6 +24,9 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells expect it."""
 DIFFERS = 3
 """Exit code of a replay that came out differently."""
+
+
+# ---- what the apps share ----
 
 
 def run_app(
@@ -38,15 +48,30 @@ def run_app(
     if unknown:
         setting = unknown[0].lstrip("-").partition("=")[0]
         parser.error(f"unknown option {unknown[0]}; settings are given without dashes: {setting}=VALUE")
-    try:
-        config = load_config(options.config, options.overrides, schema)
-        if options.print_config:
-            print(to_yaml(config), end="")
-            return 0
+    return code_of(lambda: with_config(main, schema, options.config, options.overrides, options.print_config))
+
+
+def with_config(
+    main: Callable[[T], Awaitable[None]], schema: type[T], path: str, overrides: list[str], print_config: bool
+) -> None:
+    """Load the config, and print it or run ``main`` with it."""
+    config = load_config(path, overrides, schema)
+    if print_config:
+        print(to_yaml(config), end="")
+    else:
         asyncio.run(main(config))  # type: ignore[arg-type]
+
+
+def code_of(work: Callable[[], None]) -> int:
+    """Do ``work``; the exit code, after a line about what ended it. What is no error of the user's passes through."""
+    try:
+        work()
     except ForgeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        from forge_async.policy.turns import Diverged
+
+        differs = isinstance(error, Diverged)
+        print(f"{'differs' if differs else 'error'}: {error}", file=sys.stderr)
+        return DIFFERS if differs else 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -61,59 +86,235 @@ async def train(config: Config) -> None:
         await run.train()
 
 
-async def doctor(config: Config) -> None:
-    """What ``forge-async doctor`` does."""
-    from forge_async.doctor import diagnose
-
-    if not await diagnose(config):
-        raise ForgeError("the config is not sound, see the lines marked FAILED")
+# ---- forge-async ----
 
 
-COMMANDS = {"run": train, "doctor": doctor}
+class Commands(TyperGroup):
+    """Turns errors of every command into one line and an exit code; ``--debug`` may stand anywhere."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        debug = "--debug" in args
+        return super().parse_args(ctx, ["--debug"] * debug + [word for word in args if word != "--debug"])
+
+    def invoke(self, ctx: Any) -> Any:
+        if ctx.params.get("debug"):
+            return super().invoke(ctx)
+
+        def work() -> None:
+            try:
+                super(Commands, self).invoke(ctx)
+            except Exception as error:
+                if isinstance(error, ForgeError) or type(error).__module__.startswith("typer"):
+                    raise  # usage errors and exits are typer's own
+                raise ForgeError(
+                    f"{type(error).__name__}: {error}. With --debug this shows where it happened."
+                ) from None
+
+        code = code_of(work)
+        if code:
+            raise typer.Exit(code)
 
 
-def replay_run(arguments: list[str]) -> int:
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Asynchronous reinforcement learning for language models that never stops generating.
+
+A CONFIG is a YAML file; settings on top of it are given as key=value. A RUN is a run's folder, such as runs/grpo_tiny.
+
+[dim]Exit codes: 0 done, 1 an error that you can act on, 2 wrong usage, 3 a replay that differs, 130 interrupted.[/]""",
+)
+
+ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, such as configs/grpo_tiny.yaml.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings that override the file's.")
+]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the resolved config and stop.")]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, such as runs/grpo_tiny.")]
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(config: ConfigFile, overrides: Overrides = None, print_config: PrintConfig = False) -> None:
+    """Train.
+
+    [bold]Examples[/]
+
+      forge-async run configs/grpo_tiny.yaml
+
+      forge-async run configs/grpo_tiny.yaml trainer.optimizer.lr=1e-4 steps=20 name=slower
+
+      forge-async run configs/grpo_tiny.yaml resume=runs/grpo_tiny
+    """
+    with_config(train, Config, config, overrides or [], print_config)
+
+
+@app.command()
+def doctor(config: ConfigFile, overrides: Overrides = None, print_config: PrintConfig = False) -> None:
+    """Check everything that training relies on, before a night is spent on it.
+
+    [bold]Example[/]
+
+      forge-async doctor configs/grpo_smollm2.yaml
+    """
+
+    async def diagnosed(loaded: Config) -> None:
+        from forge_async.doctor import diagnose
+
+        if not await diagnose(loaded):
+            raise ForgeError("the config is not sound, see the lines marked FAILED")
+
+    with_config(diagnosed, Config, config, overrides or [], print_config)
+
+
+@app.command()
+def sft(config: ConfigFile, overrides: Overrides = None, print_config: PrintConfig = False) -> None:
+    """Warm a model up on a dataset's own answers, until it is right often enough to learn from.
+
+    [bold]Example[/]
+
+      forge-async sft configs/sft_tiny.yaml target_accuracy=0.25 export_path=models/mine
+    """
+
+    async def warm(loaded: SFTConfig) -> None:
+        from forge_async.commands.warm_up import warm_up
+
+        await warm_up(loaded)
+
+    with_config(warm, SFTConfig, config, overrides or [], print_config)
+
+
+@app.command()
+def replay(
+    run: RunPath,
+    steps: Annotated[int | None, typer.Option(help="Repeat only the first so many steps.")] = None,
+    stall_s: Annotated[float, typer.Option(help="Give up when nothing moved for so many seconds.")] = 60.0,
+) -> None:
     """Repeat a recorded run and compare every token, version and loss; stops at the first difference.
 
-    Exit codes: 0: all as recorded; 1: it cannot be replayed; 3: it came out differently; 130: interrupted.
-    """
-    from forge_async.policy.turns import Diverged
-    from forge_async.replay import replay
+    Exit code 0: all as recorded; 1: it cannot be replayed; 3: it came out differently.
 
-    parser = argparse.ArgumentParser(
-        "forge-async replay", description=replay_run.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("run", help="folder of the run")
-    parser.add_argument("--steps", type=int, help="repeat only the first so many steps")
-    parser.add_argument("--stall-s", type=float, default=60.0, help="give up when nothing moved for so many seconds")
-    options = parser.parse_args(arguments)
-    try:
-        asyncio.run(replay(options.run, options.steps, options.stall_s))
-    except Diverged as error:
-        print(f"differs: {error}", file=sys.stderr)
-        return DIFFERS
-    except ForgeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+    [bold]Example[/]
+
+      forge-async replay runs/grpo_tiny --steps 10
+    """
+    from forge_async.replay import replay as repeat
+
+    asyncio.run(repeat(run, steps, stall_s))
+
+
+@app.command()
+def generate(
+    source: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a Hugging Face folder.")],
+    prompt: Annotated[str, typer.Argument(help="Becomes a user message, rendered as the run's own prompts are.")],
+    overrides: Overrides = None,
+    n: Annotated[int, typer.Option("-n", min=1, help="How many completions.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Repeats the draws; without one they are others each time.")] = None,
+) -> None:
+    """Answer a prompt, with the model of a run (exported, or of its newest checkpoint) or any other.
+
+    [bold]Examples[/]
+
+      forge-async generate runs/grpo_tiny 101101 -n 4
+
+      forge-async generate models/smollm2 "What is 3 + 4?" policy.sampling.temperature=0 policy.sampling.max_tokens=32
+    """
+    from forge_async.commands.generate import answer
+
+    show(asyncio.run(answer(source, prompt, n, seed, overrides)))
+
+
+@app.command()
+def episodes(
+    run: RunPath,
+    last: Annotated[int, typer.Option(min=1, help="How many.")] = 10,
+    step: Annotated[int | None, typer.Option(help="Those of one step only.")] = None,
+) -> None:
+    """Show the episodes that a run has sampled into episodes.jsonl; it may still be going on.
+
+    [bold]Example[/]
+
+      forge-async episodes runs/grpo_tiny --last 20
+    """
+    from forge_async.commands.folders import run_folder
+    from forge_async.observability.seen import of_file
+
+    found = of_file(run_folder(run).episodes, last, step)
+    if not found:
+        raise ForgeError(f"{run} has no episode{'' if step is None else f' of step {step}'} in episodes.jsonl")
+    show(found)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Folders of runs, also ones that go on.")],
+    picture: Annotated[Path | None, typer.Option(help="Draw the curves into this file as well (.png, .svg).")] = None,
+) -> None:
+    """Show the curves of several runs, and their final figures side by side.
+
+    [bold]Example[/]
+
+      forge-async compare runs/grpo_tiny runs/grpo_tiny-2 --picture curves.png
+    """
+    from forge_async.commands.compare import comparison, draw
+    from forge_async.commands.folders import run_folder
+
+    folders = [run_folder(path) for path in runs]
+    show(comparison(folders))
+    if picture is not None:
+        draw(folders, picture)
+        print(picture)
+
+
+@app.command()
+def export(
+    run: RunPath,
+    version: Annotated[int | None, typer.Option(help="The checkpoint's version; without it the newest.")] = None,
+    to: Annotated[Path | None, typer.Option(help="Folder to write; without it RUN/model-VERSION.")] = None,
+) -> None:
+    """Write a checkpoint's weights as a Hugging Face folder (safetensors), which transformers and vLLM load.
+
+    [bold]Example[/]
+
+      forge-async export runs/grpo_tiny --version 80 --to models/counts_bits
+    """
+    from forge_async.commands.export import checkpoint_of
+    from forge_async.commands.export import export as write
+    from forge_async.commands.folders import config_of, run_folder
+    from forge_async.run.checkpoints import version_of
+
+    folder = run_folder(run)
+    target = to or folder.path / f"model-{version_of(checkpoint_of(folder, version))}"
+    write(folder, config_of(folder), version, target)
+    print(target)
+
+
+def show(content: Any) -> None:
+    """Print what shows itself, on a terminal in its width, elsewhere wide enough for its lines."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)
+    console.print(content)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """``forge-async run|doctor CONFIG [key=value ...]``: train, or check everything that training relies on.
-
-    ``forge-async replay RUN``: repeat a recorded run.
-    """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if len(arguments) >= 2 and arguments[0] in COMMANDS and not arguments[1].startswith("-"):
-        return run_app(COMMANDS[arguments[0]], Config, arguments[1], main.__doc__, ["--config", *arguments[1:]])
-    if arguments[:1] == ["replay"]:
-        return replay_run(arguments[1:])
-    print("usage: forge-async run|doctor CONFIG [--print-config] [key=value ...]", file=sys.stderr)
-    print("       forge-async replay RUN [--steps N] [--stall-s SECONDS]", file=sys.stderr)
-    return 0 if arguments in (["-h"], ["--help"]) else 2
+    """``forge-async``: see ``forge-async --help``; returns the exit code."""
+    try:
+        app(arguments, prog_name="forge-async", standalone_mode=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
+    return 0
 
 
 if __name__ == "__main__":

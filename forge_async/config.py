@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -227,6 +228,28 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None, sch
         for name, value in _leaves_of_override(key, text, keys):
             _set(tree, name, value, keys)
     return _build(tree, "")
+
+
+def changed(config: T, settings: Mapping[str, Any]) -> T:
+    """``config`` with some settings replaced, by dotted key; checked just as when it was loaded.
+
+    Raises:
+        ConfigError: unknown key (with the nearest valid one), wrong type, or a value that a room refuses.
+    """
+    tree: DictConfig = OmegaConf.structured(type(config))
+    _writable(tree)
+    keys = _valid_keys(type(config))
+    present = _leaves(dataclasses.asdict(config), "", keys)  # type: ignore[call-overload]
+    for key, value in [*present, *settings.items()]:
+        _set(tree, key, value, keys)
+    return _build(tree, "")
+
+
+def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (old value, new value) of the settings in which two configs of one class differ."""
+    keys = _valid_keys(type(old))
+    before, after = (dict(_leaves(dataclasses.asdict(each), "", keys)) for each in (old, new))
+    return {key: (before.get(key), after.get(key)) for key in before | after if before.get(key) != after.get(key)}
 
 
 def _writable(node: DictConfig) -> None:

@@ -56,5 +56,9 @@ class DataError(ForgeError):
     """A dataset row or a rollout's record is unusable; the message names it and why."""
 
 
+class RunStateError(ForgeError):
+    """A run was asked for what it cannot do in its present state; the message says which call helps."""
+
+
 class RunFailed(ForgeError):
     """A run ended by a fault; the message carries the cause and, where there is one, the resume command."""

@@ -13,6 +13,7 @@
 ``step``       ``step``, ``stats``: all but times
 ``published``  ``version``, ``digest`` of the weights
 ``fault``      ``what``: nothing after this line can be replayed
+``hand``       ``what`` was done by hand: the same
 =============  ======================================================================================================
 """
 
@@ -89,6 +90,10 @@ class Journal:
 
     def fault(self, what: str) -> None:
         self._note({"k": "fault", "what": what})
+
+    def by_hand(self, what: str) -> None:
+        """Something that no config says was done to the run, in words such as ``trainer.optimizer.lr was changed``."""
+        self._note({"k": "hand", "what": what})
 
     async def before_publish(self, version: int) -> None:
         """Returns when ``version`` may be published."""

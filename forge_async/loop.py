@@ -6,14 +6,15 @@
                           ▲ policy.generate                                             │
                           └────────────── replicas pull and swap by themselves ◀─follow─┘
 
-Three kinds of tasks run at once, and each is awaited or cancelled by :meth:`AsyncLoop.steps`:
+Three kinds of tasks run at once, and each is awaited or cancelled by :meth:`AsyncLoop.stop`:
 
 * *admission* takes prompts from the source while the buffer has room and starts one *rollout* per prompt;
 * a *rollout* generates and scores the episodes of its prompt and gives the group to the buffer, which decides its fate;
 * a *follower* per version waits until it is committed and every replica is on it, compares digests, and opens admission
   further.
 
-The train loop itself is the caller's ``async for``.
+The train loop itself is the caller's: each call of :meth:`AsyncLoop.next_step` is one step. Between two of them it may
+:meth:`~AsyncLoop.pause`: nothing new is admitted then, what runs is finished and waits in the buffer.
 
 In ``policy.update.mode: blocking`` the train loop *holds* the replicas once it has a batch. No event leaves them held:
 a hold names the trainer's version, and the swap to a newer one ends it in the engine itself; a step that was skipped
@@ -26,13 +27,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import numpy as np
 
-from forge_async.buffer.ages import Ages, ages, kv_versions
+from forge_async.buffer.ages import ages, kv_versions
 from forge_async.buffer.buffer import EQUAL_REWARDS, RolloutBuffer
 from forge_async.config import Config
 from forge_async.errors import ForgeError, RunFailed
@@ -45,77 +46,12 @@ from forge_async.rollout.datasets import PromptSource
 from forge_async.rollout.environment import Environment
 from forge_async.rollout.reward_worker import RewardPool
 from forge_async.rollout.rollout import rollout_group
-from forge_async.rollout.sequences import training_sequences
-from forge_async.trainer.advantages import batch_advantages
-from forge_async.types import Completion, Group, Prompt, StepStats, TrainingSequence
+from forge_async.steps import Step, Tally, batch_sequences
+from forge_async.types import Completion, Group, Prompt, StepStats
 
 T = TypeVar("T")
 Record = Callable[..., None]
 """``record(kind, **fields)``: one line of the event log."""
-
-
-@dataclass
-class Tally:
-    """What a whole run counts, for its summary and its invariants."""
-
-    swaps: int = 0
-    """Versions that became live in a replica during the loop."""
-    swaps_in_flight: int = 0
-    """Those that happened while the replica had requests running."""
-    aborted_by_swap: int = 0
-    digest_mismatches: int = 0
-    trained_tokens: int = 0
-    tokens_without_version: int = 0
-    max_staleness: int = 0
-    max_kv_staleness: int = 0
-    staleness_histogram: Counter[int] = field(default_factory=Counter)
-    """Trained tokens by staleness."""
-    failed_episodes: Counter[str] = field(default_factory=Counter)
-    """Episodes without a reward, by reason."""
-    requeued: int = 0
-    """Requests that were sent again because their replica died."""
-    rewards: list[float] = field(default_factory=list)
-    """Mean reward of each step's batch."""
-    digests: dict[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step as the caller of the loop sees it."""
-
-    index: int
-    """From 1 in this run's numbering; equals ``stats.version`` unless steps were skipped."""
-    stats: StepStats
-    groups: tuple[Group, ...]
-    reward: float
-    """Mean over the episodes of the batch."""
-    reward_parts: dict[str, float]
-    staleness: Ages
-    """Of trained tokens: trainer version at the step minus token version."""
-    kv_staleness: Ages
-    """The same of the oldest keys and values that each of them attended to."""
-    uniform: float
-    """Share of groups whose rewards are all equal."""
-    completion_length: float
-    """Mean sampled tokens per episode."""
-    truncated: float
-    """Share of episodes that ended by their token limit."""
-    wait_s: float
-    """How long the trainer waited for this batch."""
-    publish_s: float
-    """How long training stood still to hand the new weights over; the rest of publishing runs beside the next step."""
-    wall_s: float
-    """Since the previous step ended."""
-
-
-def batch_sequences(config: Config, batch: Sequence[Group]) -> list[TrainingSequence]:
-    """What is trained of a batch: its episodes' sequences with their advantages."""
-    advantages = batch_advantages(batch, config.trainer.loss.resolved(), config.policy.sampling.max_tokens)
-    return [
-        sequence
-        for group, values in zip(batch, advantages, strict=True)
-        for sequence in training_sequences(group, values, config.policy.sampling.temperature, config.rollout.truncated)
-    ]
 
 
 class AsyncLoop:
@@ -143,12 +79,21 @@ class AsyncLoop:
         version: int = 0,
         journal: Journal | None = None,
     ) -> None:
-        self.config, self.policy, self.trainer = config, policy, trainer
+        self.config = config
+        """Read anew for every prompt, request and step: what is replaced between two steps counts from then on."""
+        self.policy, self.trainer = policy, trainer
         self.buffer, self.source, self.environment, self.rewards = buffer, source, environment, rewards
         self.record, self.version, self.journal = record, version, journal or Journal()
         self.tally = Tally()
+        self.steps_done = 0
+        """Batches trained by this loop, skipped ones included."""
         self.ended_early: str | None = None
-        """Why there were fewer steps than asked for."""
+        """Why there will be no further step, once the dataset has ended."""
+        self.waiting = False
+        """:meth:`next_step` waits for a batch: it may be cancelled, and nothing is lost."""
+        self._last = 0.0
+        """When the previous step ended, or the pause after it."""
+        self._admission: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._followers: set[asyncio.Task[None]] = set()
         self.held_at: int | None = None
@@ -161,38 +106,80 @@ class AsyncLoop:
         self.seats = asyncio.Semaphore(config.policy.num_replicas * config.policy.max_num_seqs)
 
     async def steps(self, count: int) -> AsyncIterator[Step]:
-        """Run the loop for ``count`` optimizer steps or until the dataset ends.
+        """Up to ``count`` steps, one by one: see :meth:`next_step`. On every way out :meth:`stop` is called.
 
-        Consumes batches from the buffer, which wait for ``groups_per_step`` finished groups within the staleness bound;
-        yields after each step is trained and its weights are handed over to be published. Admission and rollouts go on
-        while the caller handles a step. On every way out, all tasks are cancelled and awaited, and open prompts are
-        dropped.
+        Raises:
+            RunFailed: as :meth:`next_step`, or the dataset ended before anything was trained.
+        """
+        try:
+            for index in range(count):
+                step = await self.next_step()
+                if step is None:
+                    return
+                if index == count - 1:
+                    await self.settle()
+                yield step
+        finally:
+            await self.stop()
+
+    async def next_step(self) -> Step | None:
+        """One optimizer step; None when the dataset has ended.
+
+        Consumes a batch from the buffer, which waits for ``groups_per_step`` finished groups within the staleness
+        bound; returns when it is trained and its weights are handed over to be published. Admission and rollouts go on
+        until :meth:`pause`. Cancel it only while it is :attr:`waiting`, or to end the run.
 
         Raises:
             RunFailed: the trainer died or raised, a digest differed, no policy replica is left, no rollout succeeds, or
                 the dataset ended before anything was trained.
         """
-        self._start(self._admit())
+        began = time.monotonic()
+        if self._admission is None:
+            self._admission, self._last = self._start(self._admit()), began
+        if self.buffer.paused:
+            self._last = began
+            self.buffer.resume()
+        self.waiting = True
         try:
-            index, last = 0, time.monotonic()
-            waiting_since = last
-            async for batch in self.buffer.batches(lambda: self.version):
-                index += 1
-                step = await self._train(index, batch, time.monotonic() - waiting_since, last)
-                last = time.monotonic()
-                if index == count:
-                    await asyncio.gather(*self._followers)
-                yield step
-                if index == count:
-                    return
-                waiting_since = time.monotonic()
-            await asyncio.gather(*self._followers)
-            self.ended_early = f"{self.buffer.ended} after {index} of {count} steps"
-            self.record("dataset_ended", steps=index, reason=self.buffer.ended)
-            if self.version == 0:
-                raise RunFailed(f"nothing was trained: {self.buffer.ended}; prompts: {self.buffer.ledger.summary()}.")
+            batch = await self._batch()
         finally:
-            await self.stop()
+            self.waiting = False
+        if batch is not None:
+            self.steps_done += 1
+            step = await self._train(self.steps_done, batch, time.monotonic() - began, self._last)
+            self._last = time.monotonic()
+            return step
+        await self.settle()
+        if self.ended_early is None:
+            self.ended_early = f"{self.buffer.ended} after {self.steps_done} steps"
+            self.record("dataset_ended", steps=self.steps_done, reason=self.buffer.ended)
+        if self.version == 0:
+            raise RunFailed(f"nothing was trained: {self.buffer.ended}; prompts: {self.buffer.ledger.summary()}.")
+        return None
+
+    async def _batch(self) -> list[Group] | None:
+        async with aclosing(self.buffer.batches(lambda: self.version)) as batches:  # type: ignore[type-var]
+            async for batch in batches:
+                return batch
+        return None
+
+    async def pause(self) -> None:
+        """Admit nothing until the next step; returns when the last version is live in every replica."""
+        self.buffer.pause()
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Wait until what was published is live in every replica; raises what :meth:`fail` was given."""
+        while self._followers and not self._failed.done():
+            either: set[asyncio.Future[Any]] = {*self._followers, self._failed}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._failed.done():
+            raise self._failed.result()
+
+    @property
+    def failure(self) -> ForgeError | None:
+        """What :meth:`fail` was given first."""
+        return self._failed.result() if self._failed.done() else None
 
     def fail(self, error: ForgeError) -> None:
         """End the loop with ``error``, whatever it waits for; the first error given stays."""

@@ -35,9 +35,8 @@ async def ensure_model(model: ModelConfig) -> Path:
             f"existing one, or set model.prepare to one of: sft, {', '.join(model_zoo.CATALOGUE)}."
         )
     if model.prepare == "sft":
-        app = Path(__file__).parent.parent / "apps" / "sft_main.py"
-        what, command = f"the warm-up {model.warmup_config}", [str(app), "--config", model.warmup_config]
-        command += [f"export_path={folder}"]
+        what = f"the warm-up {model.warmup_config}"
+        command = ["-m", "forge_async.cli", "sft", model.warmup_config, f"export_path={folder}"]
     else:
         what, command = f"the recipe {model.prepare}", ["-m", "forge_async.model_zoo", model.prepare, str(folder)]
     if await run_to_end([sys.executable, *command]):

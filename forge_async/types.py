@@ -117,6 +117,8 @@ class Completion:
     """The stop token id or string that ended it, where there was one other than the end token."""
     sampling_mask: SamplingMask | None = None
     """Kept ids of the R tokens; None where the sampler kept every id, or was told not to record them."""
+    temperature: float = 1.0
+    """It was sampled at; it may be changed while a run goes on, so each completion keeps its own."""
 
 
 @dataclass(frozen=True)

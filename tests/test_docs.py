@@ -15,10 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import typer
 
+import forge_async
 from forge_async import cli, model_zoo
+from forge_async.buffer import RolloutBuffer
 from forge_async.config import Config, SFTConfig, _valid_keys, load_config
 from forge_async.observability import Summary
+from forge_async.observability.frames import RunMetrics
+from forge_async.store import WeightStore
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -96,6 +101,40 @@ def test_the_replay_commands(
     for line in lines:
         assert cli.main(shlex.split(line)[1:]) == 1
         assert "schedule/loop.jsonl" in capsys.readouterr().err
+
+
+def shown(command: str) -> list[list[str]]:
+    """The words of every ``forge-async`` line, after its name, whatever the block."""
+    lines = [line for block in BLOCKS for line in block.text.splitlines() if line.startswith(command)]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+def test_every_forge_async_command_is_understood_and_its_settings_exist() -> None:
+    """Up to what it would do; tests/test_cli.py and tests/integration do it."""
+    group = typer.main.get_command(cli.app)
+    lines = shown("forge-async ")
+    assert {words[0] for words in lines} >= {"run", "doctor", "sft", "replay", "generate", "episodes", "compare"}
+    for words in lines:
+        if words == ["--install-completion"]:
+            continue
+        command = group.commands[words[0]]  # type: ignore[attr-defined]
+        parsed = command.make_context(words[0], list(words[1:])).params
+        schema = SFTConfig if words[0] == "sft" else Config
+        load_config(ROOT / parsed["config"] if "config" in parsed else None, parsed.get("overrides"), schema)
+
+
+def test_what_the_pages_say_of_the_handle_exists() -> None:
+    """``run.x.y(...)`` in the pages, notebooks apart, which run."""
+    handle = forge_async.launch(Config())
+    missing = []
+    for page in PAGES:
+        for name in re.findall(r"\brun((?:\.[a-z_]+)+)\(", page.read_text()):
+            owners = {".buffer": RolloutBuffer, ".metrics": RunMetrics, ".weights": WeightStore}
+            first, _, rest = name[1:].partition(".")
+            owner = owners.get(f".{first}") or (getattr(handle, first, None) if rest else handle)
+            if not hasattr(owner, rest or first):
+                missing.append(f"{page.name}: run{name}")
+    assert missing == []
 
 
 def test_scripts_that_are_only_shown_exist() -> None:

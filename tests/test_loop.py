@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from forge_async import loop as loop_module
 from forge_async.buffer import BufferConfig, PromptTooLong, RolloutBuffer
-from forge_async.config import Config
+from forge_async.config import Config, changed
 from forge_async.errors import ForgeError, RunFailed
 from forge_async.loop import AsyncLoop
 from forge_async.mesh import ReplicaDied, ServiceGaveUp
@@ -117,6 +118,59 @@ async def test_a_step_whose_completions_are_all_masked_is_skipped(loop):
     assert ledger.balanced
     assert ledger.dropped["skipped_step"] == 4
     assert [kind for kind, _ in masked.events.all] == ["step_skipped"] * 2
+
+
+async def test_completions_under_way_are_trained_at_the_temperature_they_were_sampled_at(loop):
+    """``config`` is replaced between two steps: groups admitted before keep what they had."""
+
+    class Echo(Policy):
+        async def call(self, name: str, prompt: np.ndarray, sampling: SamplingConfig, *args: Any, **kwargs: Any) -> Any:
+            made = await super().call(name, prompt)
+            return replace(made, temperature=sampling.temperature)
+
+    running = loop(prompts(20), Echo(), max_staleness=2)
+    seen = []
+    async for step in running.steps(6):
+        seen.append({s.temperature for s in running.trainer.batches[-1]})
+        if step.index == 1:
+            await running.pause()
+            before = running.buffer.open
+            running.config = changed(running.config, {"policy.sampling.temperature": 0.5})
+    assert before == 4 and seen == [{1.0}, {1.0}, {1.0}, {0.5}, {0.5}, {0.5}]
+
+
+async def test_a_paused_loop_finishes_what_runs_and_the_next_step_goes_on(loop):
+    running = loop(prompts(40), max_staleness=2)
+    assert (await running.next_step()).stats.version == 1
+    await running.pause()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (running.buffer.depth, running.buffer.in_flight) == (4, 0), "of 6 open ones 2 were trained"
+    assert running.policy.version == 1, "the version is live"
+    step = await running.next_step()
+    assert step.stats.version == 2 and step.wall_s < 1
+    await running.stop()
+    assert running.buffer.ledger.balanced
+
+
+async def test_a_step_cancelled_while_it_waits_for_its_batch_loses_nothing(loop):
+    class Slow(Policy):
+        async def call(self, *args: Any, **kwargs: Any) -> Completion:
+            await go.wait()
+            return await super().call(*args, **kwargs)
+
+    go = asyncio.Event()
+    running = loop(prompts(40), Slow())
+    step = asyncio.ensure_future(running.next_step())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert running.waiting
+    step.cancel()
+    await asyncio.gather(step, return_exceptions=True)
+    assert not running.waiting and running.buffer.in_flight == 4
+    go.set()
+    assert (await running.next_step()).stats.version == 1
+    await running.stop()
 
 
 async def test_a_policy_service_that_gave_up_ends_the_run_with_its_cause(loop):

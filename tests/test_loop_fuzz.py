@@ -203,6 +203,10 @@ class History:
                     if self.random.random() < 0.3:  # an evaluation, on the same policy
                         await asyncio.gather(*(self.evaluate(world) for _ in range(3)))
                     await world.wait()
+                    if self.random.random() < 0.2:  # by hand
+                        await self.loop.pause()
+                        assert self.loop.buffer.room == 0
+                        await world.wait()
                     if self.random.random() < 0.4:
                         state = json.dumps({"source": source.state(), "ledger": ledger.state()})
                         self.saved = (state, self.loop.version, list(self.trained))

@@ -77,7 +77,7 @@ def page() -> str:
             shared = ", ".join(
                 f"`{f.name}`" for f in dataclasses.fields(SFTConfig) if f.name in own and is_section(SFTConfig, f.name)
             )
-            parts.append(f"For `apps/sft_main.py`. {shared} are as above.\n")
+            parts.append(f"For `forge-async sft` and `apps/sft_main.py`. {shared} are as above.\n")
         for prefix, kind, rows in settings(schema):
             if schema is SFTConfig and prefix:
                 continue

@@ -59,9 +59,11 @@ from typing import Protocol
 from forge_async.buffer.config import BufferConfig
 from forge_async.buffer.gate import Gated, Versions, gate
 from forge_async.buffer.ledger import Ledger
+from forge_async.buffer.peek import COLUMNS, OpenPrompt
 from forge_async.buffer.selection import completion_stratum, prompt_strata, strata_of
 from forge_async.buffer.starvation import DropWatch
 from forge_async.errors import ForgeError
+from forge_async.observability.tables import Listing
 from forge_async.types import Group, Prompt
 
 logger = logging.getLogger(__name__)
@@ -113,6 +115,8 @@ class RolloutBuffer:
         self.policy_version = version
         self.retried = 0
         """Prompts that were given back to be generated anew, over all attempts."""
+        self.paused = False
+        """Nothing is admitted: see :meth:`pause`."""
         self.stale_episodes: Counter[str] = Counter()
         """Episodes that the gate found too old, by what it did: ``drop`` or ``mask``."""
         self._open: dict[str, _Open] = {}  # in order of admission, hence of stamps
@@ -148,6 +152,14 @@ class RolloutBuffer:
         """Prompts whose rollouts run."""
         return sum(entry.group is None for entry in self._open.values())
 
+    def peek(self) -> Listing[OpenPrompt]:
+        """Every open prompt, in order of admission."""
+        shown = (
+            OpenPrompt.of(name, entry.stamp, self.trainer_version, entry.attempt, entry.group, name in self._batch)
+            for name, entry in self._open.items()
+        )
+        return Listing(shown, "open prompts", COLUMNS)
+
     @property
     def ended(self) -> str | None:
         """Why admission has ended (``dataset ended: ...``, or the reason given to :meth:`close`), else None."""
@@ -158,6 +170,8 @@ class RolloutBuffer:
     @property
     def room(self) -> int:
         """Prompts that may be admitted now."""
+        if self.paused:
+            return 0
         lag = self.trainer_version - self.policy_version
         allowed = (self.config.max_staleness + 1 - lag) * self.config.groups_per_step
         return max(0, min(allowed, self.config.capacity) - len(self._open))
@@ -357,6 +371,14 @@ class RolloutBuffer:
         if version > self.trainer_version:
             raise ForgeError(f"the policy cannot be at version {version}: the trainer is at {self.trainer_version}.")
         self.policy_version = max(self.policy_version, version)
+        self._wake()
+
+    def pause(self) -> None:
+        """Admit nothing until :meth:`resume`; what is open goes on, and batches of it may be taken."""
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
         self._wake()
 
     def close(self, reason: str = "run_ended", keep_batch: bool = False) -> None:

@@ -14,10 +14,10 @@ from forge_async.checks import check_ratios
 from forge_async.config import Config
 from forge_async.doctor.finding import Finding
 from forge_async.errors import ForgeError, RunFailed
-from forge_async.loop import batch_sequences
 from forge_async.mesh import ActorHandle, Service
 from forge_async.rollout.reward_worker import Scorer
 from forge_async.rollout.rewards import RewardFailure
+from forge_async.steps import batch_sequences
 from forge_async.store import WeightStore
 from forge_async.types import Completion, Episode, Group, Prompt, Turn
 
@@ -179,12 +179,13 @@ def long_prompt(config: Config, prompts: Sequence[Prompt]) -> Prompt:
 async def check_running(run: Any, prompts: Sequence[Prompt]) -> AsyncIterator[Finding]:
     """All of the above on the meshes of ``run``, which nothing else uses."""
     config: Config = run.config
-    policy, trainer = run.policy, run.trainer
-    yield await check_rewards(config, run.rewards, prompts)
+    engines = run.engines
+    policy, trainer = engines.policy, engines.trainer
+    yield await check_rewards(config, engines.rewards, prompts)
     asked = [*prompts, long_prompt(config, prompts)]
     yield await check_sampling("ratios of fresh samples", config, policy, trainer, asked)
     groups = await sample_groups(config, policy, prompts)
     yield check_endings(config, groups)
     yield check_groups(config, groups)
-    async for finding in check_update(config, policy, trainer, run.store, groups, asked):
+    async for finding in check_update(config, policy, trainer, engines.store, groups, asked):
         yield finding

@@ -145,8 +145,12 @@ class MeshRuntime:
 
     def _on_sigterm(self) -> None:
         self._terminated = True
-        if self._main_task is not None:
+        if self._main_task is not None and not self._main_task.done():
             self._main_task.cancel("SIGTERM")
+        else:  # opened in a notebook's cell that has ended: nobody is left to unwind, so the signal does what it would
+            self._kill_now()
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def visible_gpus() -> list[str]:

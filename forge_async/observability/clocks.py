@@ -86,6 +86,11 @@ class IdleMeter:
             counter.window = idle / (busy + idle)
         return counter.window
 
+    def skip(self, name: str, busy_s: float, idle_s: float) -> None:
+        """Take a report without counting what was since the last one, as after a pause."""
+        counter = self._counters.setdefault(name, _Counter(busy_s, idle_s))
+        counter.busy, counter.idle = busy_s, idle_s
+
     def window(self, name: str) -> float | None:
         """Idle share between the last two reports."""
         counter = self._counters.get(name)

@@ -64,7 +64,15 @@ class Console:
         self, total_steps: int, title: str = "forge_async", enabled: bool = True, file: IO[str] | None = None
     ) -> None:
         self._file = file or sys.stdout
-        self._rich = RichConsole(file=self._file, highlight=False, soft_wrap=True)
+        # A notebook's cell says that it is a terminal and is none: lines there, no live view.
+        cell = type(self._file).__module__.startswith("ipykernel")
+        self._rich = RichConsole(
+            file=self._file,
+            highlight=False,
+            soft_wrap=True,
+            force_jupyter=False,
+            force_terminal=False if cell else None,
+        )
         self._total, self._title, self._enabled = total_steps, title, enabled
         self._recent: deque[StepView] = deque(maxlen=RECENT_STEPS)
         self._rewards: list[float] = []

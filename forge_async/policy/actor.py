@@ -199,6 +199,17 @@ class PolicyActor(ForgeActor):
             self._ready().release()
 
     @concurrent_endpoint
+    async def set_mode(self, mode: str, kv: str) -> None:
+        """Treat new versions by this ``policy.update.mode`` and ``kv`` from now on."""
+        if self._rank == 0:
+            await asyncio.wrap_future(self._ready().set_mode(mode, kv))
+
+    @concurrent_endpoint
+    async def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raises ConfigError where the engine would refuse requests with ``sampling``."""
+        self._ready().check(sampling)
+
+    @concurrent_endpoint
     async def status(self) -> dict[str, Any]:
         """Version, queue lengths and counters, as of now."""
         status = self._ready().status()

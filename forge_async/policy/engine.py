@@ -39,6 +39,7 @@ from forge_async.policy.live_weights import LiveWeights, Prepared
 from forge_async.policy.lockstep import Command, Lockstep, LockstepBroken
 from forge_async.policy.request import Request, sampling_params
 from forge_async.policy.turns import Diverged, TurnLog, TurnSchedule
+from forge_async.policy.updates import RULES
 from forge_async.policy.weight_plan import build_plan
 from forge_async.types import Completion
 
@@ -64,6 +65,7 @@ class PolicyEngine:
         """vLLM records the sampling masks itself."""
         self._engine: LLMEngine
         self._requests = Requests(config.max_num_seqs, version)
+        self._rules = config.update.rules
         self._inbox = Inbox()
         self._swaps: collections.deque[tuple[int, Prepared, Future[SwapReport]]] = collections.deque()
         """Asked for and not due yet: the requests that run are ended first."""
@@ -181,6 +183,16 @@ class PolicyEngine:
     def release(self) -> None:
         """End :meth:`hold` without a new version."""
         self._inbox.post("release", None)
+
+    def set_mode(self, mode: str, kv: str) -> Future[None]:
+        """Treat new versions by ``policy.update.mode`` and ``kv`` from the next turn on; the future is done then."""
+        future: Future[None] = Future()
+        self._inbox.post("mode", (mode, kv, future))
+        return future
+
+    def check(self, sampling: SamplingConfig) -> None:
+        """Raises ConfigError where requests with ``sampling`` would be refused."""
+        sampling_params(sampling, None, self._vocabulary, self._native_mask)
 
     def announce(self, version: int) -> None:
         """Tell the other ranks to pull ``version`` and swap it as this one will."""
@@ -329,6 +341,9 @@ class PolicyEngine:
                 self._quiet.append(payload[1])
             elif kind == "release":
                 self._held_at = -1
+            elif kind == "mode":
+                self._rules = RULES[payload[:2]]
+                fulfil(payload[2], None)
             elif self.on_announced is not None:
                 self.on_announced(payload)
         return True
@@ -361,7 +376,7 @@ class PolicyEngine:
 
     def _update(self) -> None:
         """Carry out the swaps that are due. Nobody cancels one that has begun: its tensors stay valid then."""
-        while self._swaps and not (self._requests.active and self.config.update.rules.drains):
+        while self._swaps and not (self._requests.active and self._rules.drains):
             version, prepared, future = self._swaps[0]
             if future.set_running_or_notify_cancel():
                 self._swap(version, prepared, future)
@@ -374,7 +389,7 @@ class PolicyEngine:
         self.weights.apply(prepared)
         self._engine.set_weight_version(str(version))
         in_flight = len(self._requests.active)
-        self._requests.carry_over(version, self.config.update.rules)
+        self._requests.carry_over(version, self._rules)
         pause = time.perf_counter() - began
         self.counters.swaps += 1
         self.counters.swaps_in_flight += in_flight > 0
@@ -391,7 +406,7 @@ class PolicyEngine:
         futures = self._requests.clear()
         futures += [payload.future for kind, payload in posted if kind == "submit"]
         futures += [swap[2] for swap in self._swaps]
-        futures += [payload[-1] for kind, payload in posted if kind in ("swap", "hold")]
+        futures += [payload[-1] for kind, payload in posted if kind in ("swap", "hold", "mode")]
         futures += self._quiet
         for held in (self._swaps, self._quiet):
             held.clear()

@@ -97,6 +97,7 @@ class Request:
             finish_reason=reason,
             stop_reason=stop_reason,
             sampling_mask=self._mask() if self.records_mask else None,
+            temperature=self.params.temperature,
         )
 
     def _mask(self) -> SamplingMask:

@@ -7,7 +7,7 @@ one line per turn that took a command::
     [turn, checksum of all tokens sampled before it, [[kind, ...], ...]]
 
     ["submit", request, seed, checksum of its prompt]      ["abort", request]      ["swap", version, packed layers?]
-    ["hold", version]      ["release"]      ["announce", version]
+    ["hold", version]      ["release"]      ["mode", mode, kv]      ["announce", version]
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def entry(command: Command) -> Entry:
         return [kind, payload[0], payload[1].packs]
     if kind == "hold":
         return [kind, payload[0]]
+    if kind == "mode":
+        return [kind, payload[0], payload[1]]
     return [kind] if payload is None else [kind, payload]
 
 

@@ -20,8 +20,8 @@ async def watch(run: Run, stall_s: float) -> None:
     last, since = None, loop.time()
     while True:
         await asyncio.sleep(1.0)
-        replicas = await run.policy.fan_out("status", timeout=30.0)
-        trainer = (await run.trainer.call("status"))[0]
+        replicas = await run.engines.policy.fan_out("status", timeout=30.0)
+        trainer = (await run.engines.trainer.call("status"))[0]
         states = [(s["turn"], s["version"]) if isinstance(s, dict) else repr(s) for s in replicas]
         now = (states, trainer["version"], trainer["busy_s"])
         if now != last:

@@ -16,6 +16,13 @@ from forge_async.policy.turns import read_turns
 FOR_EVER_S = 1e9
 """Time limits of the recorded run are part of its schedule; the replay has none of its own."""
 
+CUTS = {
+    "fault": "a replica was lost ({what})",
+    "hand": "{what} by hand",
+    "run": "the run was resumed",
+}
+"""Kinds of lines after which nothing can be repeated, in words."""
+
 
 class NotReplayable(ForgeError):
     """Why a run cannot be repeated, or not as far as was asked for."""
@@ -52,8 +59,8 @@ class Recorded:
             raise NotReplayable(f"{path} does not begin with a line of kind 'run': it is no schedule.")
         head, cut = lines[0], ""
         for index, line in enumerate(lines[1:], start=1):
-            if line["k"] == "fault" or line["k"] == "run":
-                cut = f"a replica was lost ({line['what']})" if line["k"] == "fault" else "the run was resumed"
+            if line["k"] in CUTS:
+                cut = CUTS[line["k"]].format(what=line.get("what"))
                 lines = lines[:index]
                 break
         if head["device"] != "cpu":

@@ -12,16 +12,14 @@ from forge_async.rollout.rollout import check_completion
 from forge_async.types import Completion, Episode, Group, SamplingMask, TrainingSequence
 
 
-def training_sequences(
-    group: Group, advantages: Sequence[float], temperature: float = 1.0, truncated: str = "keep"
-) -> list[TrainingSequence]:
-    """One sequence per episode; more where a later turn's prompt does not continue the earlier tokens (a fork).
+def training_sequences(group: Group, advantages: Sequence[float], truncated: str = "keep") -> list[TrainingSequence]:
+    """One sequence per episode; more where a later turn's prompt does not continue the earlier tokens (a fork), or was
+    answered at another temperature.
 
     Tokens older than their episode's ``trained_since`` have no loss.
 
     Args:
         advantages: one number per episode of the group, given to each of its sampled tokens.
-        temperature: at which the episodes were sampled.
         truncated: ``mask`` leaves episodes that ended by their token limit out (they have no trained token); other
             values keep them.
 
@@ -40,7 +38,7 @@ def training_sequences(
             raise DataError(f"episode {episode.episode_id}: it has no turn, so nothing of it can be trained.")
         if truncated == "mask" and episode.truncated:
             continue
-        made = _episode_sequences(episode, float(advantage), temperature)
+        made = _episode_sequences(episode, float(advantage))
         sequences.extend(_since(made, episode.trained_since) if episode.trained_since else made)
     return sequences
 
@@ -53,29 +51,30 @@ def _since(sequences: Sequence[TrainingSequence], version: int) -> Iterator[Trai
             yield replace(sequence, loss_mask=mask)
 
 
-def _episode_sequences(episode: Episode, advantage: float, temperature: float) -> list[TrainingSequence]:
+def _episode_sequences(episode: Episode, advantage: float) -> list[TrainingSequence]:
     chains: list[list[Completion]] = []
     tokens: list[int] = []
     for turn in episode.turns:
         completion = turn.completion
         check_completion(completion, episode.episode_id)
         prompt = completion.prompt_token_ids.tolist()
-        if chains and prompt[: len(tokens)] == tokens:
+        continues = bool(chains) and chains[-1][-1].temperature == completion.temperature
+        if continues and prompt[: len(tokens)] == tokens:
             chains[-1].append(completion)
         else:
             chains.append([completion])
         tokens = prompt + completion.token_ids.tolist()
     return [
         replace(
-            _join(chain, episode.episode_id + (f"/{index}" if index else ""), advantage, temperature),
+            _join(chain, episode.episode_id + (f"/{index}" if index else ""), advantage),
             episode_id=episode.episode_id,
         )
         for index, chain in enumerate(chains)
     ]
 
 
-def _join(chain: Sequence[Completion], sequence_id: str, advantage: float, temperature: float) -> TrainingSequence:
-    """One sequence of completions, each of whose prompts begins with everything before it."""
+def _join(chain: Sequence[Completion], sequence_id: str, advantage: float) -> TrainingSequence:
+    """One sequence of completions of one temperature, each of whose prompts begins with everything before it."""
     last = chain[-1]
     token_ids = np.concatenate([last.prompt_token_ids, last.token_ids]).astype(np.int32)
     length = len(token_ids)
@@ -91,7 +90,7 @@ def _join(chain: Sequence[Completion], sequence_id: str, advantage: float, tempe
         versions[sampled] = completion.policy_versions
         advantages[sampled] = advantage
     return TrainingSequence(
-        sequence_id, token_ids, loss_mask, logprobs, versions, advantages, temperature, sampling_mask(chain)
+        sequence_id, token_ids, loss_mask, logprobs, versions, advantages, last.temperature, sampling_mask(chain)
     )
 
 

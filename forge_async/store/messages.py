@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from forge_async.store.shared_memory import Segment
 
@@ -57,3 +59,24 @@ class Committed:
     version: int
     digest: str
     nbytes: int
+
+
+@dataclass(frozen=True)
+class VersionInfo:
+    """A version in the store, for a person."""
+
+    COLUMNS: ClassVar = ("version", "digest", "leases", "MiB", "committed")
+
+    version: int
+    digest: str | None
+    """Of all its tensors; None, as the next ones, while it is written."""
+    leases: int
+    """Readers that hold it."""
+    nbytes: int | None
+    committed_at: float | None
+    """Unix time."""
+
+    def cells(self) -> tuple[Any, ...]:
+        when = None if self.committed_at is None else time.strftime("%H:%M:%S", time.localtime(self.committed_at))
+        size = None if self.nbytes is None else self.nbytes / 2**20
+        return self.version, self.digest, self.leases, size, when

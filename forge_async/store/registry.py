@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ from forge_async.store.layout import (
     digest_of_pieces,
     unpacked_plan,
 )
-from forge_async.store.messages import Committed, Digests, Grant, Lease
+from forge_async.store.messages import Committed, Digests, Grant, Lease, VersionInfo
 from forge_async.store.shared_memory import Segment, SegmentPool, attach, create_segment
 from forge_async.store.version import Buckets, Part, Version
 
@@ -220,6 +221,13 @@ class Registry(ForgeActor):
             "segment_bytes": self._pool.nbytes,
         }
 
+    @concurrent_endpoint
+    async def versions(self) -> list[VersionInfo]:
+        """What is held, oldest first."""
+        await self._collected()
+        held = Counter(entry.number for entry, _ in self._leases.values())
+        return [entry.info(held[number]) for number, entry in sorted(self._versions.items())]
+
     # ---- a version's way ----
 
     def _open(self, version: int) -> Version:
@@ -285,6 +293,7 @@ class Registry(ForgeActor):
             raise StoreError(refused + f"version {self._latest} is newer")
         nbytes = sum(entry.layout.sizes)
         entry.committed = Committed(entry.number, version_digest(dict(entry.digests)), nbytes)
+        entry.committed_at = time.time()
         entry.settled.set_result(entry.committed)
         self._latest = entry.number
         self._collection = asyncio.ensure_future(self._collect())

@@ -8,7 +8,7 @@ from typing import Any
 
 from forge_async.store.errors import StoreError
 from forge_async.store.layout import Layout, unpacked_layout
-from forge_async.store.messages import Committed, Digests
+from forge_async.store.messages import Committed, Digests, VersionInfo
 from forge_async.store.shared_memory import Segment
 
 
@@ -52,6 +52,8 @@ class Version:
         self.digesting: asyncio.Future[dict[str, str]] | None = None
         """Of tensors that several ranks write, beside their writing."""
         self.committed: Committed | None = None
+        self.committed_at = 0.0
+        """Unix time."""
         self.settled: asyncio.Future[Committed] = asyncio.get_running_loop().create_future()
         """What every rank's ``finish`` waits for."""
         self.settled.add_done_callback(lambda future: future.exception())  # perhaps nobody waits
@@ -96,6 +98,11 @@ class Version:
         for buckets in self.all_buckets():
             found += buckets.segments or [None] * len(buckets.keys)
         return {index: segment for index, segment in enumerate(found) if segment is not None}
+
+    def info(self, leases: int) -> VersionInfo:
+        if self.committed is None:
+            return VersionInfo(self.number, None, leases, None, None)
+        return VersionInfo(self.number, self.committed.digest, leases, self.committed.nbytes, self.committed_at)
 
     def committed_digests(self) -> Digests | None:
         """None before the commit."""

@@ -21,11 +21,12 @@ from forge_async.errors import ForgeError
 from forge_async.mesh import ActorDied, ActorHandle, current_runtime
 from forge_async.mesh.actor import translate
 from forge_async.mesh.monarch_compat import SupervisionError
+from forge_async.observability.tables import Listing
 from forge_async.store import torchstore_compat
 from forge_async.store.config import StoreConfig
 from forge_async.store.errors import StoreError
 from forge_async.store.layout import FullTensor, Ranges, TensorShard, buckets_of
-from forge_async.store.messages import Committed, Lease
+from forge_async.store.messages import Committed, Lease, VersionInfo
 from forge_async.store.pulled import Pulled
 from forge_async.store.registry import Registry
 from forge_async.store.shared_memory import Segment, attach, forget_segments
@@ -173,6 +174,10 @@ class WeightStore:
         """Versions, leases and shared memory held: see ``Registry.stats``."""
         result: dict[str, Any] = await self.request("stats")
         return result
+
+    async def versions(self) -> Listing[VersionInfo]:
+        """Every version that is held, or being written, oldest first."""
+        return Listing(await self.request("versions"), "versions in the store", VersionInfo.COLUMNS)
 
     def on_death(self, listener: Callable[[str], None]) -> None:
         """Call ``listener(cause)`` in the event loop when the store's process dies; in the controller."""

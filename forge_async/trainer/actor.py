@@ -194,6 +194,11 @@ class TrainerActor(ForgeActor):
         return await self._run(lambda engine: engine.load_checkpoint(folder))
 
     @concurrent_endpoint
+    async def set_learning_rate(self, peak: float) -> float:
+        """Replace ``optimizer.lr`` between two steps; see ``TrainerEngine.set_learning_rate``."""
+        return await self._run(lambda engine: engine.set_learning_rate(peak))
+
+    @concurrent_endpoint
     async def export_hf(self, folder: str) -> None:
         """Write a folder that transformers and vLLM load, once the version in publication is committed."""
         await self._until_published()

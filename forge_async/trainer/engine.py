@@ -344,10 +344,25 @@ class TrainerEngine:
         self.version, extra = load_checkpoint(Path(folder), self._checkpoint_state())
         # Moments are the checkpoint's, settings are this run's: loading has replaced both.
         groups = [group for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
-        rates = [rate for scheduler in self.schedulers.schedulers for rate in scheduler.get_last_lr()]
-        for group, own, rate in zip(groups, settings, rates, strict=True):
-            group.update(own, lr=rate)
+        for group, own in zip(groups, settings, strict=True):
+            group.update(own)
+        self._apply_rates()
         return extra
+
+    def set_learning_rate(self, peak: float) -> float:
+        """Replace ``optimizer.lr`` from the next step on; warm-up and decay go on. The next step's rate. Every rank."""
+        for scheduler in self.schedulers.schedulers:
+            scheduler.base_lrs = [peak] * len(scheduler.base_lrs)
+        self.schedulers.load_state_dict(self.schedulers.state_dict())  # which computes the rates from base_lrs
+        return self._apply_rates()
+
+    def _apply_rates(self) -> float:
+        """Give the schedule's rates to the optimizers."""
+        groups = [group for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
+        rates = [rate for scheduler in self.schedulers.schedulers for rate in scheduler.get_last_lr()]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        return float(rates[0])
 
     def _checkpoint_state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizers, "schedule": self.schedulers}

@@ -13,7 +13,7 @@ import pytest
 from monarch.actor import concurrent_endpoint
 from transformers import AutoTokenizer
 
-from forge_async import loop, run
+from forge_async import steps
 from forge_async.checks import fresh_prompts
 from forge_async.config import Config, load_config
 from forge_async.doctor import Finding, report
@@ -37,6 +37,7 @@ from forge_async.policy.actor import PolicyActor
 from forge_async.rollout.config import RewardConfig
 from forge_async.rollout.datasets import load_rows
 from forge_async.rollout.reward_worker import RewardPool
+from forge_async.run import engines, launch
 from forge_async.testing.models import ModelFactory
 from forge_async.trainer.actor import TrainerActor
 from forge_async.trainer.gradient_check import GradientCheck
@@ -102,10 +103,10 @@ def prompts(config: Config) -> list[Prompt]:
 async def test_faults_in_running_meshes_are_found(
     config: Config, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(run, "PolicyActor", CarelessPolicy)
-    monkeypatch.setattr(run, "TrainerActor", CarelessTrainer)
-    async with run.launch(config) as live:
-        policy, trainer = live.policy, live.trainer
+    monkeypatch.setattr(engines, "PolicyActor", CarelessPolicy)
+    monkeypatch.setattr(engines, "TrainerActor", CarelessTrainer)
+    async with launch(config) as live:
+        policy, trainer = live.engines.policy, live.engines.trainer
         asked = [*prompts, long_prompt(config, prompts)]
         found = [finding async for finding in check_running(live, prompts)]
         failed = [finding for finding in found if not finding.passed]
@@ -125,14 +126,16 @@ async def test_faults_in_running_meshes_are_found(
 
         groups = await sample_groups(config, policy, prompts)
         with monkeypatch.context() as patch:
-            advantages = loop.batch_advantages
-            patch.setattr(loop, "batch_advantages", lambda *args: [row[::-1] for row in advantages(*args)])
+            advantages = steps.batch_advantages
+            patch.setattr(steps, "batch_advantages", lambda *args: [row[::-1] for row in advantages(*args)])
             assert "rewards" in check_groups(config, groups).figure
             swapped = [dataclasses.replace(groups[0], prompt=groups[1].prompt), *groups[1:]]
             assert "other tokens" in check_groups(config, swapped).figure
 
         async def update() -> list[Finding]:
-            return [finding async for finding in check_update(config, policy, trainer, live.store, groups, asked)]
+            return [
+                finding async for finding in check_update(config, policy, trainer, live.engines.store, groups, asked)
+            ]
 
         await trainer.call("keep_back", "lm_head.weight", True)
         attested, sampled = await update()

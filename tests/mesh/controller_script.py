@@ -1,6 +1,7 @@
 """A controller for test_shutdown: prints its run id and pids, then sits in calls until a signal arrives.
 
-Arguments: where to sit: ``start`` (before anything is spawned), ``calls`` or ``store`` (publishing in a loop).
+Arguments: where to sit: ``start`` (before anything is spawned), ``calls``, ``store`` (publishing in a loop) or ``cell``
+(in a task other than that which opened the runtime).
 """
 
 import asyncio
@@ -59,4 +60,15 @@ async def main(where: str) -> None:
         await asyncio.gather(*calls)
 
 
-asyncio.run(main(sys.argv[1]))
+async def notebook() -> None:
+    async def cell() -> None:
+        runtime = await MeshRuntime().__aenter__()
+        await Busy.spawn()
+        print("RUN", runtime.run_id, flush=True)
+
+    await asyncio.ensure_future(cell())
+    print("READY", flush=True)
+    await asyncio.sleep(600)
+
+
+asyncio.run(notebook() if sys.argv[1] == "cell" else main(sys.argv[1]))

@@ -100,6 +100,16 @@ def test_sigterm_ends_cleanly(start):
     assert code == 128 + signal.SIGTERM, error
 
 
+def test_sigterm_ends_a_run_that_was_started_by_a_cell_that_has_ended(start):
+    """As in a notebook: the runtime is left by a later cell, so no task that the signal could end is inside it."""
+    controller = start("cell")
+    controller.ready()
+    controller.process.terminate()
+    code, error = controller.wait(30)
+    assert controller.leftovers(1) == []
+    assert code == -signal.SIGTERM, error
+
+
 def test_second_ctrl_c_forces(start):
     controller = start("calls")
     controller.ready()

@@ -78,6 +78,18 @@ def test_idle_meter_goes_on_over_a_replaced_worker() -> None:
     assert meter.share("generator 0") == 0.3  # busy 7, idle 3
 
 
+def test_idle_meter_does_not_count_what_is_skipped() -> None:
+    meter = IdleMeter()
+    meter.update("g", 1.0, 1.0)
+    meter.update("g", 2.0, 2.0)
+    meter.skip("g", 2.5, 90.0)  # a pause
+    assert meter.share("g") == meter.window("g") == 0.5
+    assert meter.update("g", 5.5, 91.0) == 0.25
+    assert meter.share("g") == pytest.approx(2 / 6)
+    meter.skip("new", 4.0, 4.0)
+    assert meter.update("new", 5.0, 4.0) == 0.0
+
+
 def test_idle_meter_without_time_between_reports_keeps_its_window() -> None:
     meter = IdleMeter()
     meter.update("trainer", 0, 0)

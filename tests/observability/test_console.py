@@ -99,3 +99,13 @@ def test_sparkline() -> None:
     assert sparkline([1, 1, 1], 10) == "▁▁▁"
     assert sparkline([0, 2, 6, 8], 2) == "▁█"  # means 1 and 7
     assert len(sparkline(list(range(1000)), 60)) == 60
+
+
+def test_a_notebooks_cell_gets_plain_lines_though_it_says_that_it_is_a_terminal() -> None:
+    class OutStream(Terminal):
+        __module__ = "ipykernel.iostream"
+
+    file = OutStream()
+    with Console(60, file=file) as console:
+        console.step(view(7))
+    assert file.getvalue().startswith("step  7/60  reward 0.250") and "\x1b" not in file.getvalue()

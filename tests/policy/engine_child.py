@@ -161,7 +161,7 @@ def record(model: str, versions: list[str], output: str) -> None:
     seen["after"] = [engine.submit(prompt, FREE).result() for prompt in (LONG_PROMPT, prompts(1)[0])]
     seen["older"] = raised(lambda: engine.swap(0, new[1]))
 
-    engine.config = replace(CONFIG, update=replace(CONFIG.update, kv="recompute"))
+    engine.set_mode("never_stop", "recompute").result()
     seen["recomputed"] = across_swap(engine, 2, new[2])
 
     crowd = [
@@ -175,7 +175,7 @@ def record(model: str, versions: list[str], output: str) -> None:
     stopping = int(line.token_ids[4])
     seen["stopped"] = engine.submit(LONG_PROMPT, replace(greedy, stop_token_ids=[stopping])).result()
 
-    engine.config = CONFIG
+    engine.set_mode(CONFIG.update.mode, CONFIG.update.kv).result()
     seen["ways"] = {(swap, layers): by_another_way(engine, swap, layers, new) for swap, layers in WAYS}
     seen["wrong_mapping"] = with_a_wrong_mapping(engine, new)
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from forge_async.policy import PolicyConfig, SamplingConfig, UpdateConfig
+from forge_async.policy import PolicyConfig, SamplingConfig
 from forge_async.policy.engine import PolicyEngine
 from forge_async.policy.request import Request, sampling_params
 from forge_async.policy.updates import RULES
@@ -42,8 +41,8 @@ class Driver:
         self.engine, self.weights, self.named = engine, weights, 0
 
     def use(self, mode: str, kv: str = "keep") -> None:
-        """Take another mode; nothing runs."""
-        self.engine.config = replace(CONFIG, update=UpdateConfig(mode=mode, kv=kv))
+        """Take another mode, as a run's user does by hand."""
+        self.engine.set_mode(mode, kv).result()
 
     def swap(self) -> Future[Any]:
         """The next version; asked for when the last one is live, as a replica's follower does."""

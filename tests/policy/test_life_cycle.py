@@ -36,6 +36,7 @@ PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4], [9])
 @dataclass
 class Params:
     max_tokens: int
+    temperature: float = 0.75
     min_tokens: int = 0
     seed: int | None = None
     prompt: int = 0
@@ -229,6 +230,7 @@ def test_every_request_ends_once_with_the_versions_that_made_it(
         assert completion.finish_reason == ("length" if full else "abort")
         assert full or request.request_id in harness.aborted
         assert completion.prompt_token_ids.tolist() == request.prompt.tolist()
+        assert completion.temperature == params.temperature
         truth = [harness.vllm.truth[int(-serial)] for serial in completion.logprobs]
         named = zip(completion.policy_versions.tolist(), completion.kv_versions.tolist(), strict=True)
         assert list(named) == truth

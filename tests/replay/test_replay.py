@@ -259,9 +259,8 @@ async def test_a_schedule_that_cannot_go_on_ends_and_says_what_it_waits_for() ->
         return [{"version": 1, "busy_s": 3.0}]
 
     errors: list[Exception] = []
-    run = SimpleNamespace(
-        policy=SimpleNamespace(fan_out=fan_out), trainer=SimpleNamespace(call=call), fail=errors.append
-    )
+    engines = SimpleNamespace(policy=SimpleNamespace(fan_out=fan_out), trainer=SimpleNamespace(call=call))
+    run = SimpleNamespace(engines=engines, fail=errors.append)
     await asyncio.wait_for(watch(run, stall_s=1.0), 10)  # type: ignore[arg-type]
     with pytest.raises(Diverged, match="the schedule cannot go on. replica 0: turn 7 waits for submit 0-3"):
         raise errors[0]

@@ -30,10 +30,10 @@ def group(*episodes: Episode) -> Group:
 
 def test_prompt_and_completion_side_by_side():
     """[P, R1, R2]: exactly R1 and R2 are trained, each with its own log-prob, version and advantage."""
-    first = episode("p.0", completion([5], [8, 3], [4, 5]))
+    first = episode("p.0", dataclasses.replace(completion([5], [8, 3], [4, 5]), temperature=0.7))
     second = episode("p.1", completion([5], [9], [5]))
-    a, b = training_sequences(group(first, second), [1.5, -1.5], temperature=0.7)
-    assert a.sequence_id == "p.0" and a.temperature == 0.7
+    a, b = training_sequences(group(first, second), [1.5, -1.5])
+    assert a.sequence_id == "p.0" and (a.temperature, b.temperature) == (0.7, 1.0)
     assert a.token_ids.tolist() == [5, 8, 3]
     assert a.loss_mask.tolist() == [False, True, True]
     assert a.logprobs.tolist() == [0, -0.5, -1.0]
@@ -47,6 +47,17 @@ def test_prompt_and_completion_side_by_side():
         "float32",
         "int32",
     ]
+
+
+def test_a_turn_sampled_at_another_temperature_is_a_sequence_of_its_own():
+    """The trainer scales a whole sequence's logits by one temperature."""
+    first, second = completion([5, 6], [7], [1]), completion([5, 6, 7, 20, 21], [8, 3], [2, 2])
+    hot = dataclasses.replace(second, temperature=1.5)
+    a, b = training_sequences(group(episode("p.0", first, hot)), [2.0])
+    assert (a.temperature, b.temperature) == (1.0, 1.5)
+    assert a.token_ids.tolist() == [5, 6, 7] and b.token_ids.tolist() == [5, 6, 7, 20, 21, 8, 3]
+    assert b.loss_mask.tolist() == [False] * 5 + [True, True], "the first turn is trained once"
+    assert {a.episode_id, b.episode_id} == {"p.0"}
 
 
 def test_a_turn_that_continues_is_one_sequence_with_the_reply_masked():

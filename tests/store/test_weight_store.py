@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import cloudpickle
@@ -252,6 +253,15 @@ async def test_a_leased_version_stays_and_goes_when_released(store, writers, rea
     assert await reader.call_one("hold", store) == 9
     await writers.call_one("publish_many", store, 10, 4)
     assert (await store.stats())["versions"] == [9, 12, 13]
+    shown = await store.versions()
+    assert [(each.version, each.leases, each.nbytes > 0) for each in shown] == [
+        (9, 1, True),
+        (12, 0, True),
+        (13, 0, True),
+    ]
+    assert shown[0].digest == version_digest(full_tensors(9))
+    assert 0 <= time.time() - shown[2].committed_at < 60 and shown[0].committed_at <= shown[2].committed_at
+    assert "versions in the store (3)" in repr(shown)
     read, published = await reader.call_one("held_digest")
     assert read == published == version_digest(full_tensors(9))
     with pytest.raises(VersionGone, match=r"version 5 is not in the store; it holds \[9, 12, 13\]"):

@@ -230,6 +230,25 @@ def test_a_resume_takes_its_own_settings_and_refuses_another_model(tiny_model, t
         other.load_checkpoint(tmp_path / "ck")
 
 
+def test_a_learning_rate_set_by_hand_counts_from_the_next_step_and_the_schedule_goes_on(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(lr=1e-3, warmup_steps=2, decay="linear"))
+    engine = TrainerEngine(config, tiny_llama, total_steps=6)
+    assert engine.step(groups()).learning_rate == pytest.approx(0.5e-3)
+    assert engine.set_learning_rate(1e-2) == pytest.approx(1e-2)
+    before = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    assert engine.step(groups(seed=1)).learning_rate == pytest.approx(1e-2)
+    moved = max(float((value - before[name]).abs().max()) for name, value in engine.model.state_dict().items())
+    assert moved > 2e-3, "Adam moves by about the rate: it was applied, not only reported"
+    assert engine.step(groups(seed=2)).learning_rate == pytest.approx(1e-2)
+    assert engine.step(groups(seed=3)).learning_rate == pytest.approx(0.75e-2)
+    engine.save_checkpoint(tmp_path / "version-4", {})
+    resumed = TrainerEngine(config, tiny_llama, total_steps=6)
+    resumed.load_checkpoint(tmp_path / "version-4")
+    assert resumed.step(groups(seed=4)).learning_rate == pytest.approx(0.5e-3), "a resume goes by its own config"
+
+
 def test_the_learning_rate_follows_its_schedule() -> None:
     linear = OptimizerConfig(lr=1.0, warmup_steps=2, decay="linear", min_lr_factor=0.2)
     assert [linear.factor(step, 6) for step in (0, 1, 2, 4, 6, 99)] == pytest.approx([0.5, 1.0, 1.0, 0.6, 0.2, 0.2])

@@ -1,0 +1,75 @@
+"""``forge-async generate``: one prompt answered by a run's model, or by any other."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from forge_async.commands.export import export
+from forge_async.commands.folders import config_of, run_folder
+from forge_async.config import Config, load_config
+from forge_async.errors import ModelNotFoundError
+from forge_async.mesh import MeshRuntime, plan_placement
+from forge_async.observability.tables import Listing
+from forge_async.policy.actor import PolicyActor
+from forge_async.prepare import check_model, load_tokenizer, model_positions
+from forge_async.run.checkpoints import Checkpoints, version_of
+from forge_async.run.controls import Answer, generate, prompt_ids
+
+
+async def answer(
+    source: str, prompt: str, n: int = 1, seed: int | None = None, overrides: list[str] | None = None
+) -> Listing[Answer]:
+    """``n`` completions of ``prompt``.
+
+    Args:
+        source: a run's folder, whose exported model is taken, else its newest checkpoint; or a Hugging Face folder.
+        overrides: settings (``key=value``) on top of the run's, or of the defaults.
+    Raises:
+        ForgeError: there is no model, or a setting is wrong.
+    """
+    if is_model(source):
+        return await ask(load_config(None, overrides), Path(source), prompt, n, seed)
+    folder = run_folder(source)
+    config = config_of(folder, overrides)
+    newest = Checkpoints(folder).newest()
+    version = 0 if newest is None else version_of(newest)  # the run saved it when it exported the model
+    if (folder.path / "model" / "config.json").is_file():
+        return await ask(config, folder.path / "model", prompt, n, seed, version)
+    with tempfile.TemporaryDirectory(prefix="forge-async-generate-") as temporary:
+        model = Path(temporary) / "model"
+        export(folder, config, None, model)
+        return await ask(config, model, prompt, n, seed, version)
+
+
+def is_model(source: str) -> bool:
+    """Whether it is a Hugging Face folder rather than a run's.
+
+    Raises:
+        ModelNotFoundError: it is neither.
+    """
+    path = Path(source)
+    found = (path / "config.json").is_file()
+    if not found and not (path / "config.yaml").is_file():
+        raise ModelNotFoundError(
+            f"{source!r} is neither a run's folder (one that holds config.yaml) nor a Hugging Face one (config.json)."
+        )
+    return found
+
+
+async def ask(config: Config, model: Path, prompt: str, n: int, seed: int | None, version: int = 0) -> Listing[Answer]:
+    """Start one replica on ``model``, whose weights are of ``version``, ask it, and end it."""
+    check_model(model)
+    tokenizer = load_tokenizer(model)
+    longest = min(config.policy.max_model_len, model_positions(model) or config.policy.max_model_len)
+    policy = replace(config.policy, num_replicas=1, max_model_len=longest)
+    ids = prompt_ids(prompt, tokenizer, config.dataset)
+    placement = plan_placement(config.placement, 1, 1, policy.tensor_parallel_size)
+    async with MeshRuntime():
+        builder = PolicyActor.options(procs=policy.tensor_parallel_size, cores=placement.policy)
+        service = await builder.as_service(policy, model, version=version, num_replicas=1)
+        for report in await service.fan_out("setup"):
+            if isinstance(report, BaseException):
+                raise report
+        return await generate(service, ids, policy.sampling, n, tokenizer, "asked", seed)

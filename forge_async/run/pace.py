@@ -1,0 +1,199 @@
+"""When steps are taken: one for a caller's ``async for``, so many, or on and on until someone says pause.
+
+Every step is taken in a task of its own. Whoever waits for it may be cancelled, as a notebook's cell is by an
+interrupt: a step that is being trained ends all the same, and one that still waits for its batch has not begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import NoReturn, Protocol
+
+from forge_async.errors import ForgeError, RunFailed, RunStateError
+from forge_async.steps import Step
+
+
+class Stepping(Protocol):
+    """The part of the loop that is used here; see ``AsyncLoop``."""
+
+    waiting: bool
+
+    @property
+    def failure(self) -> ForgeError | None: ...
+    async def pause(self) -> None: ...
+
+
+class Pace:
+    """Takes steps one at a time.
+
+    Args:
+        loop: rests between them by its ``pause``.
+        take: takes one step and looks after what is due after it; None when there will be no further one.
+        log: gets each step that no caller's ``async for`` gets.
+        explain: makes the error that callers see of one that ended a step.
+        is_over: there will be no further step.
+    """
+
+    def __init__(
+        self,
+        loop: Stepping,
+        take: Callable[[], Awaitable[Step | None]],
+        log: Callable[[Step], None],
+        explain: Callable[[ForgeError], ForgeError],
+        is_over: Callable[[], bool],
+    ) -> None:
+        self._loop, self._take, self._log, self._explain, self._is_over = loop, take, log, explain, is_over
+        self._failure: ForgeError | None = None
+        self._step: asyncio.Task[Step | None] | None = None
+        self._many: asyncio.Task[list[Step]] | None = None
+        self._pausing = self._orphaned = False
+
+    @property
+    def failure(self) -> ForgeError | None:
+        """What has ended the run, as callers see it."""
+        if self._failure is None and self._loop.failure is not None:
+            self._failure = self._explain(self._loop.failure)
+        return self._failure
+
+    @property
+    def state(self) -> str:
+        """``failed``, ``ended``, ``pausing``, ``running`` or ``paused``."""
+        if self.failure is not None:
+            return "failed"
+        if self._busy(self._many):
+            return "pausing" if self._pausing else "running"
+        if self._busy(self._step):
+            return "running"
+        return "ended" if self._is_over() else "paused"
+
+    def require_rest(self, what: str) -> None:
+        """Raise unless a step may be taken: the failure, or a RunStateError that says what to do."""
+        if self.failure is not None:
+            raise self.failure
+        if self.state in ("running", "pausing"):
+            raise RunStateError(f"{what}: the run is training. Call `await run.pause()` first.")
+        if self._is_over():
+            raise RunStateError(
+                f"{what}: the run has trained all it was to. Stop it, and go on with a larger `steps` by "
+                "`resume=<its folder>`."
+            )
+
+    async def next(self) -> Step | None:
+        """The next step, for a caller that logs it; None at the end."""
+        self._orphaned = False
+        if not self._is_over():
+            try:
+                return await asyncio.shield(self._begin(logged=False))
+            except asyncio.CancelledError:
+                self._orphaned = True
+                self._drop_waiting()
+                raise
+        return None
+
+    async def step(self, count: int) -> list[Step]:
+        """``count`` optimizer steps, then rest; fewer where the run ends before. Skipped ones do not count."""
+        self.require_rest("step")
+        task = self._start(count)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._ask()
+            raise
+
+    def resume(self) -> None:
+        """Take steps from now on, until :meth:`pause` or the end."""
+        self.require_rest("resume")
+        self._start(None)
+
+    async def pause(self) -> None:
+        """Rest; returns once the step that is being trained has ended, and its weights are live in every replica."""
+        if self._busy(self._many):
+            self._ask()
+        await self.wait()
+        self._raise_failure()
+
+    async def wait(self) -> None:
+        """Return when no step is being taken in the background; raises what has ended the run."""
+        if self._many is not None:
+            await asyncio.wait({self._many})
+        if self._busy(self._step):
+            assert self._step is not None
+            await asyncio.wait({self._step})
+        self._raise_failure()
+
+    async def close(self) -> None:
+        """Cancel whatever is under way."""
+        tasks = [task for task in (self._many, self._step) if task is not None and not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, count: int | None) -> asyncio.Task[list[Step]]:
+        self._pausing = False
+        self._many = asyncio.ensure_future(self._take_many(count))
+        self._many.add_done_callback(lambda task: task.cancelled() or task.exception())  # told by `failure`
+        return self._many
+
+    async def _take_many(self, count: int | None) -> list[Step]:
+        """Steps until ``count`` of them were trained, :meth:`pause`, or the end; then rests."""
+        trained: list[Step] = []
+        while not (self._is_over() or self._pausing) and (count is None or len(trained) < count):
+            task = self._begin(logged=True)
+            try:
+                await asyncio.wait({task})
+            except asyncio.CancelledError:
+                task.cancel()
+                raise
+            if task.cancelled():
+                break
+            step = task.result()
+            if step is None:
+                break
+            if not step.stats.skipped:
+                trained.append(step)
+        try:
+            await self._loop.pause()
+        except ForgeError as error:
+            self._fail(error)
+        return trained
+
+    def _begin(self, logged: bool) -> asyncio.Task[Step | None]:
+        if self._busy(self._step):
+            raise RunStateError("a step is being taken already: `await run.wait()` returns when it is done.")
+        self._step = asyncio.ensure_future(self._one(logged))
+        self._step.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._step
+
+    async def _one(self, logged: bool) -> Step | None:
+        try:
+            step = await self._take()
+        except ForgeError as error:
+            self._fail(error)
+        except Exception as error:  # a defect; the run cannot go on
+            self._fail(RunFailed(f"a step failed: {error!r}"))
+        if step is not None and (logged or self._orphaned):
+            self._log(step)
+        return step
+
+    def _fail(self, error: ForgeError) -> NoReturn:
+        if self._failure is None:
+            self._failure = self._explain(error)
+        raise self._failure
+
+    def _ask(self) -> None:
+        self._pausing = True
+        self._drop_waiting()
+
+    def _drop_waiting(self) -> None:
+        """End a step that has not begun."""
+        if self._step is not None and self._loop.waiting:
+            self._step.cancel()
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    @staticmethod
+    def _busy(task: asyncio.Task | None) -> bool:
+        return task is not None and not task.done()

@@ -1,0 +1,256 @@
+"""What a run is made of: put together in order, looked after from step to step, and taken apart again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_async.buffer import Ledger, RolloutBuffer
+from forge_async.checks import check_ratios, fresh_prompts, sampling_bias
+from forge_async.config import Config, differences, to_yaml
+from forge_async.errors import ConfigError, ForgeError, RunFailed, prefix_errors
+from forge_async.journal import FAULTS, Journal
+from forge_async.loop import AsyncLoop
+from forge_async.mesh import MeshRuntime
+from forge_async.observability import RunFolder, Summary
+from forge_async.policy.turns import Diverged
+from forge_async.prepare import ensure_model, load_tokenizer, model_positions
+from forge_async.rollout.datasets import PromptSource
+from forge_async.rollout.environment import Environment, SingleTurnEnvironment
+from forge_async.run.checkpoints import Checkpoints
+from forge_async.run.engines import Engines
+from forge_async.run.recording import Recording
+from forge_async.steps import Step
+
+if TYPE_CHECKING:
+    from forge_async.replay import Replay
+
+
+class Parts:
+    """Files, data, processes and the loop of one run: :meth:`open`, then :meth:`bring_up`; :meth:`take_apart` any time.
+
+    Args:
+        config: as it is now; :meth:`apply` replaces it.
+        environment: makes the rollouts' environment of the tokenizer.
+    """
+
+    def __init__(self, config: Config, replay: Replay | None, environment: Callable[[Any], Environment]) -> None:
+        self.config, self.replay, self.make_environment = config, replay, environment
+        self.first_version = 0
+        """Policy version at the start: more than 0 after a resume."""
+        self.runtime = MeshRuntime()
+        self._entered = False
+        self._explained: RunFailed | None = None
+        # Made by open():
+        self.folder: RunFolder
+        self.checkpoints: Checkpoints
+        self.recording: Recording
+        self.journal: Journal
+        self.tokenizer: Any
+        self.source: PromptSource
+        self.buffer: RolloutBuffer
+        # Made by bring_up():
+        self.engines: Engines
+        self.loop: AsyncLoop
+
+    # ---- before the first step ----
+
+    async def open(self) -> None:
+        """Everything that can be refused before a process is started.
+
+        Raises:
+            ForgeError: a setting or a file is wrong.
+        """
+        config = self.config
+        await ensure_model(config.model)
+        positions = model_positions(config.model.path)
+        if positions is not None and config.policy.max_model_len > positions:
+            allowed = f"at most {positions}, the max_position_embeddings of {config.model.path}"
+            raise ConfigError("policy.max_model_len", config.policy.max_model_len, allowed)
+        folder = RunFolder.open(config.resume) if config.resume else RunFolder.create(config.output_dir, config.name)
+        self.folder, self.checkpoints = folder, Checkpoints(folder, config.checkpoint.keep)
+        state = self.checkpoints.read() if config.resume else None
+        self.first_version = state["version"] if state else 0
+        if self.first_version >= config.steps:
+            raise ConfigError("steps", config.steps, f"more than the checkpoint's version, {self.first_version}")
+        self.recording = Recording(config, folder)
+        recorded = folder.schedule if config.metrics.record_schedule else None
+        self.journal = self.replay or Journal(recorded)
+        folder.write_config(to_yaml(config))
+        self.recording.console.__enter__()
+        self.recording.events.write("start", name=folder.path.name, resume=bool(config.resume))
+        self.tokenizer = self.recording.tokenizer = load_tokenizer(config.model.path)
+        room = config.policy.max_model_len - config.policy.sampling.max_tokens
+        with prefix_errors("dataset"):
+            self.source = PromptSource(config.dataset, self.tokenizer, seed=config.seed, max_prompt_tokens=room)
+        ledger = Ledger()
+        if state:
+            self.source.restore(state["source"], ledger.restore(state["ledger"]))
+        if self.replay is None:
+            self.buffer = RolloutBuffer(config.buffer, ledger, self.first_version)
+        else:
+            self.buffer = self.replay.buffer(config)
+        self._samples = fresh_prompts(config, self.tokenizer, self.source.rows, room)
+
+    async def bring_up(self) -> None:
+        """Start the processes, put their weights in sync, and verify log-probs.
+
+        Raises:
+            ForgeError: something did not start, or the two sides disagree.
+        """
+        await self.runtime.__aenter__()
+        self._entered = True
+        config, began, console = self.config, time.monotonic(), self.recording.console
+        self.engines = engines = Engines(config, self.journal, self._record, console.phase)
+        checkpoint = self.checkpoints.newest() if config.resume else None
+        published = await engines.start(checkpoint, self.replay)
+        environment = self.make_environment(self.tokenizer)
+        self.loop = engines.loop = loop = AsyncLoop(
+            config,
+            engines.policy,
+            engines.trainer,
+            self.buffer,
+            self.source,
+            environment,
+            engines.rewards,
+            self._record,
+            self.first_version,
+            self.journal,
+        )
+        if self.replay is not None:
+            self.replay.attach(loop, engines.policy)
+        if self.make_environment is not SingleTurnEnvironment:
+            self.journal.by_hand(f"the environment {type(environment).__name__} was given")
+        loop.tally.digests[self.first_version] = published["digest"]
+        # Told at once, also while nothing waits for them: a batch may take minutes to come.
+        engines.trainer.on_death(lambda: self._lost("the trainer failed", engines.trainer.death_cause))
+        engines.store.on_death(lambda cause: self._lost("the weight store died", cause))
+        if (bias := sampling_bias(config)) is not None:
+            console.warn(bias)
+        if self._samples:
+            console.phase("checking that trainer and policy agree on log-probs")
+            report = await check_ratios(config, engines.policy, engines.trainer, self._samples)
+            self.recording.events.write("ratio_check", **report)
+            console.print(
+                f"importance ratios of {report['tokens']} fresh tokens: |ratio - 1| at most {report['max_error']:.1e}"
+            )
+        seconds = time.monotonic() - began
+        self.recording.events.write("ready", seconds=seconds, version=self.first_version)
+        console.print(f"ready after {seconds:.0f} s")
+        console.phase("")
+
+    def _record(self, kind: str, **fields: Any) -> None:
+        self.recording.events.write(kind, **fields)
+        if kind in FAULTS:
+            self.journal.fault(kind)
+
+    def _lost(self, what: str, cause: str | None) -> None:
+        self.loop.fail(RunFailed(f"{what} at version {self.loop.version}: {cause}"))
+
+    # ---- from step to step ----
+
+    @property
+    def left(self) -> int:
+        """Steps yet to be taken."""
+        return 0 if self.loop.ended_early else self.config.steps - self.first_version - self.loop.steps_done
+
+    async def take(self) -> Step | None:
+        """One step, and what is due after it; None at the end."""
+        loop, recording, config = self.loop, self.recording, self.config
+        if not self.left:
+            return None
+        if self.buffer.paused or not loop.steps_done:
+            await recording.begin(self.engines.policy)
+        step = await loop.next_step()
+        if step is None:
+            assert loop.ended_early is not None
+            recording.console.warn(loop.ended_early)
+            return None
+        await recording.note(step, self.engines.policy)
+        every, last = config.checkpoint.every_steps, not self.left
+        if last:
+            await loop.settle()
+        # At the last one here, too: prompts open now are dropped when the run stops, but a resume goes on with them.
+        if self.replay is None and (last or (every and step.stats.version % every == 0)):
+            await self.save_checkpoint()
+        return step
+
+    def apply(self, config: Config) -> None:
+        """Let ``config`` count from the next step on, and write down what is new in it."""
+        for key, (old, new) in differences(self.config, config).items():
+            self.recording.events.write("changed", key=key, old=old, new=new, version=self.loop.version)
+            self.journal.by_hand(f"{key} was changed")
+        self.config = self.loop.config = self.recording.config = config
+
+    def by_hand(self, what: str, **fields: Any) -> None:
+        """Write down what no config says: a replay cannot repeat it."""
+        self.recording.events.write("by_hand", what=what, version=self.loop.version, **fields)
+        self.journal.by_hand(what)
+
+    async def save_checkpoint(self) -> Path:
+        """The trainer's state with the data position and the ledger; returns the folder. Old ones are deleted."""
+        version = self.loop.version
+        folder, console = self.checkpoints.place(version), self.recording.console
+        if not folder.exists():
+            console.phase(f"saving {folder}")
+            state = {"source": self.source.state(), "ledger": self.buffer.ledger.state()}
+            await self.ask_trainer("save_checkpoint", str(folder), state)
+            self.recording.events.write("checkpoint", version=version, folder=str(folder))
+        self.checkpoints.delete_old()
+        console.phase("")
+        return folder
+
+    async def save(self) -> None:
+        """What is left of a run that went well."""
+        if not self.recording.steps:
+            return  # nothing was trained
+        if self.replay is None:
+            await self.save_checkpoint()
+        await self.loop.stop()
+        if self.config.checkpoint.export_hf:
+            target = self.folder.path / "model"
+            self.recording.console.phase(f"exporting the model to {target}")
+            await self.ask_trainer("export_hf", str(target))
+
+    def explain(self, error: ForgeError) -> ForgeError:
+        """A RunFailed that says how to go on, where the run has a folder; any other error as it is."""
+        if not isinstance(error, RunFailed) or isinstance(error, Diverged) or not hasattr(self, "checkpoints"):
+            return error
+        if error is self._explained:
+            return error
+        resume = f" Resume with resume={self.folder.path}."
+        explained = RunFailed(f"{error}{resume if self.checkpoints.newest() else ' There is no checkpoint yet.'}")
+        explained.__cause__ = error
+        self._explained = explained
+        return explained
+
+    async def ask_trainer(self, endpoint: str, *args: Any) -> list[Any]:
+        """Call every rank; a failure there ends the run."""
+        try:
+            return await self.engines.trainer.call(endpoint, *args)
+        except ForgeError as error:
+            raise RunFailed(f"the trainer failed in {endpoint!r}: {error}") from error
+
+    def summary(self) -> Summary:
+        return self.recording.summary(self.loop.tally, self.buffer)
+
+    async def take_apart(self, outcome: str) -> None:
+        """End all that there is, whatever state it is in, and write the summary of a run that got as far as a loop."""
+        runs = hasattr(self, "loop")
+        try:
+            try:
+                if runs:
+                    await self.loop.stop()
+                if hasattr(self, "engines"):
+                    await self.engines.stop()
+            finally:
+                if self._entered:
+                    await self.runtime.__aexit__(None, None, None)
+        finally:
+            if hasattr(self, "recording"):
+                self.recording.close(outcome)
+                self.journal.close()
+                if runs and self.replay is None:
+                    self.recording.conclude(self.summary(), outcome)

@@ -1,0 +1,224 @@
+"""What a run shows and writes down of each step: metrics, sampled episodes, events, the console, and the summary."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from forge_async.buffer import RolloutBuffer
+from forge_async.config import Config
+from forge_async.mesh import Service
+from forge_async.observability import (
+    Console,
+    EpisodeRecorder,
+    EventLog,
+    IdleMeter,
+    MetricsLogger,
+    RateMeter,
+    RunFolder,
+    StepView,
+    Summary,
+    plot_run,
+)
+from forge_async.observability.seen import SeenEpisode, listing, of_groups
+from forge_async.observability.tables import Listing
+from forge_async.steps import Step, Tally
+from forge_async.types import Group
+
+REMEMBERED_GROUPS = 256
+"""Trained groups that can be looked at in a live run; older ones are in ``episodes.jsonl``, as far as sampled."""
+
+
+class Recording:
+    """The files, meters and the console of one run. Times of pauses count nowhere."""
+
+    def __init__(self, config: Config, folder: RunFolder) -> None:
+        self.config, self.folder = config, folder
+        self.console = Console(config.steps, title=f"forge_async  {folder.path.name}", enabled=config.metrics.console)
+        self.events = EventLog(folder.events)
+        self.tokenizer: Any = None
+        self.steps = 0
+        """Noted by :meth:`note`."""
+        self.last: Step | None = None
+        self.replicas: list[dict[str, Any]] = []
+        """Each replica's last status."""
+        self._metrics = MetricsLogger(folder.path, config.metrics)
+        self._recorder = EpisodeRecorder(folder.episodes, config.metrics.episodes_per_step, config.seed)
+        self._seen: deque[tuple[int, Group]] = deque(maxlen=REMEMBERED_GROUPS)
+        self._idle, self._generated = IdleMeter(), RateMeter()
+        self._discarded, self._recomputed = RateMeter(), RateMeter()
+        self._mark = time.monotonic()
+        """When the last step was noted, or the last pause ended."""
+        self._step_s = self._wall_s = self._wait_s = self._rate = 0.0
+        self._warned_truncated = False
+
+    async def begin(self, policy: Service) -> None:
+        """Count from now on: at the first step, and after a pause."""
+        for index, status in await self._statuses(policy):
+            self._idle.skip(f"generator {index}", status["busy_s"], status["idle_s"])
+        self._read_counters()
+        self._mark = time.monotonic()
+
+    async def note(self, step: Step, policy: Service) -> None:
+        """Take the figures of a step that was just trained."""
+        now = time.monotonic()
+        self._step_s, self._mark = now - self._mark, now
+        self._wall_s += self._step_s
+        self._wait_s += step.wait_s
+        self.steps += 1
+        self.last = step
+        for index, status in await self._statuses(policy):
+            self._idle.update(f"generator {index}", status["busy_s"], status["idle_s"])
+        self._rate = self._read_counters()
+        self._seen.extend((step.stats.version, group) for group in step.groups)
+        self.events.write(
+            "step", index=step.index, version=step.stats.version, reward=step.reward, staleness=step.staleness.max
+        )
+        self.warn_truncated(step.truncated)
+
+    def warn_truncated(self, share: float) -> None:
+        """Warn once if too large a share of completions was cut off."""
+        if share > self.config.rollout.truncation_warning and not self._warned_truncated:
+            self._warned_truncated = True
+            self.console.warn(
+                f"{share:.0%} of the completions ended at policy.sampling.max_tokens "
+                f"({self.config.policy.sampling.max_tokens}): the task may need longer ones"
+            )
+
+    async def look(self, policy: Service) -> None:
+        """Ask the replicas how they are, without counting anything."""
+        await self._statuses(policy)
+
+    async def _statuses(self, policy: Service) -> list[tuple[int, dict[str, Any]]]:
+        """Every replica's status; one that is being respawned keeps its last one."""
+        for index, status in enumerate(await policy.fan_out("status", timeout=30.0)):
+            if isinstance(status, dict):
+                self.replicas[index : index + 1] = [status]
+        return list(enumerate(self.replicas))
+
+    def _read_counters(self) -> float:
+        """Tokens per second of all replicas since the last call."""
+        for index, status in enumerate(self.replicas):
+            self._discarded.update(f"{index}", status["discarded_tokens"])
+            self._recomputed.update(f"{index}", status["recomputed_tokens"])
+        return sum(self._generated.update(f"{i}", s["generated_tokens"]) for i, s in enumerate(self.replicas))
+
+    def log(self, step: Step, buffer: RolloutBuffer, more: dict[str, float]) -> None:
+        """Show a noted step and record it: metrics, sampled episodes, console. ``more`` are metrics of the caller's."""
+        index, trained = step.stats.version, step.stats.trained_tokens / max(self._step_s, 1e-9)
+        idle = [self._idle.window(f"generator {i}") for i in range(len(self.replicas))]
+        self._metrics.log(
+            index,
+            {
+                "reward": step.reward,
+                "reward_parts": step.reward_parts,
+                "staleness_mean": step.staleness.mean,
+                "staleness_max": step.staleness.max,
+                "staleness": {
+                    "histogram": list(step.staleness.histogram),
+                    "kv_mean": step.kv_staleness.mean,
+                    "kv_max": step.kv_staleness.max,
+                },
+                "episode": {"completion_length": step.completion_length, "truncated": step.truncated},
+                "train": {k: v for k, v in asdict(step.stats).items() if k not in ("version", "skipped")},
+                "tokens_per_s": {"generated": self._rate, "trained": trained},
+                "buffer": {
+                    "ready": buffer.depth,
+                    "in_flight": buffer.in_flight,
+                    "oldest_wait": buffer.oldest_wait,
+                    "retried": buffer.retried,
+                    "uniform": step.uniform,
+                },
+                "dropped": dict(buffer.ledger.dropped),
+                "stale_episodes": dict(buffer.stale_episodes),
+                "selection_bias": {
+                    name: {"distance": selection.distance, "ratio": selection.ratios}
+                    for name, selection in buffer.ledger.selection().items()
+                },
+                "idle": {
+                    "trainer": step.wait_s / step.wall_s,
+                    **{f"generator_{i}": x or 0.0 for i, x in enumerate(idle)},
+                },
+                "time": {"step": step.wall_s, "wait": step.wait_s, "publish": step.publish_s},
+                **more,
+            },
+        )
+        self._recorder.record(index, step.groups, self.tokenizer)
+        self.console.step(
+            StepView(
+                step=index,
+                reward=step.reward,
+                staleness_mean=step.staleness.mean,
+                staleness_max=step.staleness.max,
+                generated_tokens_per_s=self._rate,
+                trained_tokens_per_s=trained,
+                buffer_ready=buffer.depth,
+                buffer_in_flight=buffer.in_flight,
+                idle_trainer=step.wait_s / step.wall_s,
+                idle_generators=idle,
+                step_s=self._step_s,
+                note="skipped: no token had a loss" if step.stats.skipped else "",
+            )
+        )
+
+    def episodes(self, last: int | None) -> Listing[SeenEpisode]:
+        """The last trained episodes, oldest first, of the last ``REMEMBERED_GROUPS`` groups; None takes all."""
+        found: list[SeenEpisode] = []
+        for step, group in reversed(self._seen):
+            if last is not None and len(found) >= last:
+                break
+            found = of_groups(step, [group], self.tokenizer) + found
+        return listing(found if last is None else found[max(0, len(found) - last) :])
+
+    def summary(self, tally: Tally, buffer: RolloutBuffer) -> Summary:
+        """The figures of the run so far."""
+        ledger, wall_s = buffer.ledger.summary(), max(self._wall_s, 1e-9)
+        ages: Sequence[int] = range(max(tally.staleness_histogram, default=-1) + 1)
+        return Summary(
+            steps=self.steps,
+            wall_s=wall_s,
+            rewards=tally.rewards,
+            swaps=tally.swaps,
+            swaps_in_flight=tally.swaps_in_flight,
+            aborted_by_swap=sum(status["aborted"] for status in self.replicas),
+            trained_tokens=tally.trained_tokens,
+            tokens_without_version=tally.tokens_without_version,
+            discarded_tokens=int(self._discarded.total),
+            recomputed_tokens=int(self._recomputed.total),
+            staleness_bound=self.config.buffer.token_bound,
+            staleness_max=tally.max_staleness,
+            kv_staleness_max=tally.max_kv_staleness,
+            staleness_histogram=[tally.staleness_histogram[age] for age in ages],
+            digest_mismatches=tally.digest_mismatches,
+            admitted=ledger["admitted"],
+            trained=ledger["trained"],
+            dropped=ledger["dropped"],
+            requeued_requests=tally.requeued,
+            retried=buffer.retried,
+            selection_bias={name: item.to_dict() for name, item in buffer.ledger.selection().items()},
+            idle_trainer=self._wait_s / wall_s,
+            idle_generators=[self._idle.share(f"generator {i}") for i in range(len(self.replicas))],
+            generated_tokens_per_s=self._generated.total / wall_s,
+            trained_tokens_per_s=tally.trained_tokens / wall_s,
+        )
+
+    def close(self, outcome: str) -> None:
+        """End the live view and the files."""
+        self.console.close()
+        self.events.write("end", outcome=outcome)
+        self.events.close()
+        self._metrics.close()
+        self._recorder.close()
+
+    def conclude(self, summary: Summary, outcome: str) -> None:
+        """Draw the plot, write and print the summary."""
+        plot = None
+        if self.config.metrics.plot and self.steps:
+            bound, title = self.config.buffer.token_bound, self.folder.path.name
+            plot = plot_run(self.folder.metrics, self.folder.plot, title=title, staleness_bound=bound)
+        summary.write(self.folder.summary)
+        if self.steps or outcome != "finished":  # else nothing was to be trained
+            summary.print(self.folder.summary, plot)

@@ -57,7 +57,7 @@ class Trainer(TrainerActor):
                 engine.model.norm.weight.mul_(1.01)
             engine.version += 1
 
-        await self._run(change)
+        await self._run(change, "train")
 
 
 class Peer(ForgeActor):

@@ -87,6 +87,8 @@ class Step:
     """From 1 in this run's numbering; equals ``stats.version`` unless steps were skipped."""
     stats: StepStats
     groups: tuple[Group, ...]
+    sequences: tuple[TrainingSequence, ...]
+    """What was trained of the groups."""
     reward: float
     """Mean over the episodes of the batch."""
     reward_parts: dict[str, float]
@@ -300,6 +302,7 @@ class AsyncLoop:
             index=index,
             stats=stats,
             groups=tuple(batch),
+            sequences=tuple(sequences),
             reward=float(np.mean([episode.reward for episode in episodes])),
             reward_parts={name: float(np.mean([e.reward_parts.get(name, 0.0) for e in episodes])) for name in parts},
             staleness=staleness,

@@ -228,9 +228,11 @@ class PolicyActor(ForgeActor):
             self._ready().release()
 
     @concurrent_endpoint
-    async def status(self) -> dict[str, Any]:
-        """Version, queue lengths and counters, as of now."""
+    async def status(self, spans_since: int | None = None) -> dict[str, Any]:
+        """Version, queue lengths and counters, as of now; with a cursor ``spans``, see ``SpanRing.since``."""
         status = self._ready().status()
+        if spans_since is not None:
+            status["spans"] = self._ready().spans.since(spans_since)
         follower_error = self._follower_error()
         return status | {
             "digest": self._last_update["digest"],
@@ -348,10 +350,10 @@ class PolicyActor(ForgeActor):
             lease = await self.store.acquire_next(self._wanted)
         else:
             lease = await self.store.acquire(self._wanted)
-        digests = engine.lockstep is None
+        began, digests = engine.spans.now(), engine.lockstep is None
         preparing = asyncio.ensure_future(self._beside(lambda: engine.prepare(lease, lease.shapes, digests, packs)))
         try:
-            update = await self._swap(engine, lease, preparing)
+            update = await self._swap(engine, lease, preparing, began)
             async with self._applied:
                 self._last_update = update
                 self._applied.notify_all()
@@ -360,8 +362,10 @@ class PolicyActor(ForgeActor):
             await lease.release()  # which ends preparing too, where that still waits for the writer
             await asyncio.gather(preparing, return_exceptions=True)
 
-    async def _swap(self, engine: PolicyEngine, lease: Pulled, preparing: asyncio.Future[Prepared]) -> dict[str, Any]:
-        """Attest and swap a version, which is being prepared, once it is committed.
+    async def _swap(
+        self, engine: PolicyEngine, lease: Pulled, preparing: asyncio.Future[Prepared], began: float
+    ) -> dict[str, Any]:
+        """Attest and swap a version, which is being prepared since ``began``, once it is committed.
 
         A flip is attested before it is made: where that fails, the old weights stay live. A copy can be attested only
         when the old weights are gone: the published tensors are checked before, and the engine ends if that fails.
@@ -382,9 +386,11 @@ class PolicyActor(ForgeActor):
         async with self._agreeing(engine):  # then no rank will wait for another between two forward passes
             prepared = await preparing
             pulled = time.perf_counter()
+            engine.spans.note("weights", "pull", began, pulled, version=lease.version)
             await self._beside(check_before)
         assert prepared is not None
         attested = time.perf_counter()
+        engine.spans.note("weights", "attest", pulled, attested, version=lease.version)
         async with self._weights_lock:
             report = await asyncio.wrap_future(engine.swap(manifest.version, prepared))
             swapped = time.perf_counter()

@@ -9,7 +9,9 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from forge_async.config import Config, load_config, to_yaml
+from forge_async.dashboard import serve
 from forge_async.errors import ForgeError
+from forge_async.observability import trace
 
 T = TypeVar("T")
 
@@ -104,15 +106,22 @@ def replay_run(arguments: list[str]) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """``forge-async run|doctor CONFIG [key=value ...]``: train, or check everything that training relies on.
 
-    ``forge-async replay RUN``: repeat a recorded run.
+    ``forge-async replay RUN``: repeat a recorded run. ``forge-async dashboard RUN``: serve its page.
+    ``forge-async trace RUN``: what every actor was doing, for Perfetto.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if len(arguments) >= 2 and arguments[0] in COMMANDS and not arguments[1].startswith("-"):
         return run_app(COMMANDS[arguments[0]], Config, arguments[1], main.__doc__, ["--config", *arguments[1:]])
     if arguments[:1] == ["replay"]:
         return replay_run(arguments[1:])
+    if arguments[:1] == ["dashboard"]:
+        return serve.main(arguments[1:])
+    if arguments[:1] == ["trace"]:
+        return trace.main(arguments[1:])
     print("usage: forge-async run|doctor CONFIG [--print-config] [key=value ...]", file=sys.stderr)
     print("       forge-async replay RUN [--steps N] [--stall-s SECONDS]", file=sys.stderr)
+    print("       forge-async dashboard RUN [--port N] [--host ADDRESS] [--token T] [--control]", file=sys.stderr)
+    print("       forge-async trace RUN [-o FILE]", file=sys.stderr)
     return 0 if arguments in (["-h"], ["--help"]) else 2
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from forge_async.buffer import Ledger, RolloutBuffer
 from forge_async.checks import check_ratios, fresh_prompts, sampling_bias
 from forge_async.config import Config, to_yaml
+from forge_async.dashboard.monitor import Monitor
 from forge_async.errors import ConfigError, ForgeError, RunFailed, prefix_errors
 from forge_async.journal import FAULTS, Journal, turns_file
 from forge_async.loop import AsyncLoop, Step
@@ -110,8 +111,9 @@ class Run:
             raise ConfigError("steps", config.steps, f"more than the checkpoint's version, {self.version}")
         self.console = Console(config.steps, title=f"forge_async  {folder.path.name}", enabled=config.metrics.console)
         self._events = EventLog(folder.events)
-        self._metrics = MetricsLogger(folder.path, config.metrics)
+        self._metrics = MetricsLogger(folder.path, config.metrics, self.console.warn)
         self._recorder = EpisodeRecorder(folder.episodes, config.metrics.episodes_per_step, config.seed)
+        self._monitor = Monitor(folder, config, self._record, self.console)
         self._journal = replay or Journal(folder.schedule if config.metrics.record_schedule else None)
         self._tokenizer: Any = None
         self._idle, self._generated = IdleMeter(), RateMeter()
@@ -137,8 +139,11 @@ class Run:
             self._steps += 1
             self._wait_s += step.wait_s
             await self._read_status()
+            await self._monitor.stepped(step, self._recorder.sample(step.stats.version, step.groups))
             self._note(step)
             yield step
+            if not await self._monitor.may_go_on():
+                break
             every = self.config.checkpoint.every_steps
             # The last one here, too: prompts open now are dropped when the loop ends, but a resume goes on with them.
             if self.replay is not None:
@@ -197,7 +202,7 @@ class Run:
                 **more,
             },
         )
-        self._recorder.record(index, step.groups, self._tokenizer)
+        self._recorder.record(index, step.groups, self._tokenizer, step.sequences, self._monitor.token_logprobs)
         self.console.step(
             StepView(
                 step=index,
@@ -246,6 +251,7 @@ class Run:
     async def _start(self) -> None:
         config, began = self.config, time.monotonic()
         self.console.__enter__()
+        self._monitor.open_page()
         self._events.write("start", name=self.folder.path.name, resume=bool(config.resume))
         state = self._checkpoint_state
         self._tokenizer = tokenizer = load_tokenizer(config.model.path)
@@ -258,6 +264,7 @@ class Run:
         samples = fresh_prompts(config, tokenizer, self._source.rows, room)
         replay = self.replay
         self.buffer = RolloutBuffer(config.buffer, ledger, self.version) if replay is None else replay.buffer(config)
+        self.buffer.on_drop = lambda prompt, reason: self._record("dropped", prompt=prompt, reason=reason)
         gpus = config.trainer.device != "cpu" and bool(visible_gpus())
         ranks = config.policy.tensor_parallel_size
         placement = plan_placement(config.placement, config.trainer.procs, config.policy.num_replicas, ranks)
@@ -327,6 +334,7 @@ class Run:
             self.console.print(
                 f"importance ratios of {report['tokens']} fresh tokens: |ratio - 1| at most {report['max_error']:.1e}"
             )
+        self._monitor.start(self, self.buffer)
         self._events.write("ready", seconds=time.monotonic() - began, version=self.version)
         self.console.print(f"ready after {time.monotonic() - began:.0f} s")
 
@@ -389,6 +397,7 @@ class Run:
             await self._ask_trainer("export_hf", str(target))
 
     async def _stop(self) -> None:
+        await self._monitor.stop()
         if self._loop is not None:
             await self._loop.stop()  # where the caller left its `async for`, nothing else has done it
         if self.rewards is not None:
@@ -399,6 +408,7 @@ class Run:
 
     def _close(self, outcome: str) -> None:
         self.console.close()
+        self._monitor.close()
         self._events.write("end", outcome=outcome)
         self._events.close()
         self._metrics.close()

@@ -98,6 +98,20 @@ def test_the_replay_commands(
         assert "schedule/loop.jsonl" in capsys.readouterr().err
 
 
+def test_the_dashboard_and_trace_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are understood, up to the run that is not there."""
+    monkeypatch.chdir(tmp_path)
+    lines = [line for block in BLOCKS for line in block.text.splitlines()]
+    for command, said in (("dashboard", "there is no run folder"), ("trace", "spans.jsonl does not exist")):
+        shown = [line for line in lines if line.startswith(f"forge-async {command} ")]
+        assert shown
+        for line in shown:
+            assert cli.main(shlex.split(line)[1:]) == 1
+            assert said in capsys.readouterr().err
+
+
 def test_scripts_that_are_only_shown_exist() -> None:
     for words in commands("text"):
         if words[0] == "python":

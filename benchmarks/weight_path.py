@@ -51,7 +51,7 @@ class Trainer(TrainerActor):
     @concurrent_endpoint
     async def hold_as(self, dtype: str) -> None:
         """Keep the weights in ``dtype`` from now on."""
-        await self._run(lambda engine: engine.model.to(getattr(torch, dtype)))
+        await self._run(lambda engine: engine.model.to(getattr(torch, dtype)), "hold")
 
     @concurrent_endpoint
     async def advance(self) -> None:
@@ -63,7 +63,7 @@ class Trainer(TrainerActor):
                 engine.model.norm.weight.mul_(1.01)
             engine.version += 1
 
-        await self._run(change)
+        await self._run(change, "train")
 
 
 class Peer(ForgeActor):

@@ -298,6 +298,45 @@ def export(
     print(target)
 
 
+@app.command()
+def dashboard(
+    run: RunPath,
+    port: Annotated[int | None, typer.Option(help="Without one 8790, or the next free one; 0 takes any.")] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any but a loopback one needs a token.")
+    ] = "127.0.0.1",
+    token: Annotated[str | None, typer.Option(help="What a browser has to bring; made up where one is needed.")] = None,
+    control: Annotated[bool, typer.Option("--control", help="The page may pause, resume and stop the run.")] = False,
+) -> None:
+    """Serve a page about a run, while it goes on or later: figures, curves, a timeline, and episodes token by token.
+
+    [bold]Examples[/]
+
+      forge-async dashboard runs/grpo_tiny
+
+      forge-async dashboard runs/grpo_tiny --control --port 8000
+    """
+    from forge_async.dashboard.serve import open_dashboard
+
+    open_dashboard(Path(run), port, host, token, control)
+
+
+@app.command()
+def trace(
+    run: RunPath,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Without one RUN/trace.json.")] = None,
+) -> None:
+    """Write what every actor of a run was doing, as a trace for ui.perfetto.dev or chrome://tracing.
+
+    [bold]Example[/]
+
+      forge-async trace runs/grpo_tiny
+    """
+    from forge_async.observability.trace import write_trace
+
+    print(write_trace(run, output))
+
+
 def show(content: Any) -> None:
     """Print what shows itself, on a terminal in its width, elsewhere wide enough for its lines."""
     from rich.console import Console

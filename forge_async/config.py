@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from forge_async import model_zoo
 from forge_async.buffer.config import BufferConfig
+from forge_async.dashboard.config import DashboardConfig
 from forge_async.errors import ConfigError, require
 from forge_async.mesh.placement import PlacementConfig
 from forge_async.observability.config import MetricsConfig
@@ -106,6 +107,7 @@ class Config:
     store: StoreConfig = field(default_factory=StoreConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    dashboard: DashboardConfig = field(default_factory=DashboardConfig)
     checks: ChecksConfig = field(default_factory=ChecksConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 

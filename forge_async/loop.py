@@ -287,6 +287,7 @@ class AsyncLoop:
             index=index,
             stats=stats,
             groups=tuple(batch),
+            sequences=tuple(sequences),
             reward=float(np.mean([episode.reward for episode in episodes])),
             reward_parts={name: float(np.mean([e.reward_parts.get(name, 0.0) for e in episodes])) for name in parts},
             staleness=staleness,

@@ -46,6 +46,8 @@ class Step:
     """From 1 in this run's numbering; equals ``stats.version`` unless steps were skipped."""
     stats: StepStats
     groups: tuple[Group, ...]
+    sequences: tuple[TrainingSequence, ...]
+    """What was trained of the groups."""
     reward: float
     """Mean over the episodes of the batch."""
     reward_parts: dict[str, float]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-pytest_plugins = ["forge_async.testing.models"]
+pytest_plugins = ["forge_async.testing.models", "tests.browser"]
 
 settings.register_profile("suite", database=None, deadline=None)  # no files, and shared machines are slow at times
 settings.register_profile("fuzz", database=None, deadline=None)  # tests/buffer/test_fuzz.py runs more schedules by it

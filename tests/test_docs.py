@@ -113,7 +113,17 @@ def test_every_forge_async_command_is_understood_and_its_settings_exist() -> Non
     """Up to what it would do; tests/test_cli.py and tests/integration do it."""
     group = typer.main.get_command(cli.app)
     lines = shown("forge-async ")
-    assert {words[0] for words in lines} >= {"run", "doctor", "sft", "replay", "generate", "episodes", "compare"}
+    assert {words[0] for words in lines} >= {
+        "run",
+        "doctor",
+        "sft",
+        "replay",
+        "generate",
+        "episodes",
+        "compare",
+        "dashboard",
+        "trace",
+    }
     for words in lines:
         if words == ["--install-completion"]:
             continue

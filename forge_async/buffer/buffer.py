@@ -119,6 +119,8 @@ class RolloutBuffer:
         """Nothing is admitted: see :meth:`pause`."""
         self.stale_episodes: Counter[str] = Counter()
         """Episodes that the gate found too old, by what it did: ``drop`` or ``mask``."""
+        self.on_drop: Callable[[str, str], None] = lambda prompt_id, reason: None
+        """Told of each prompt that is given up while the run goes on, with the reason."""
         self._open: dict[str, _Open] = {}  # in order of admission, hence of stamps
         self._batch: dict[str, None] = {}  # ids of the batch being trained; they stay open until trained()
         self._closed: set[str] = set()  # ids that close() dropped
@@ -159,6 +161,16 @@ class RolloutBuffer:
             for name, entry in self._open.items()
         )
         return Listing(shown, "open prompts", COLUMNS)
+
+    @property
+    def ages(self) -> dict[int, tuple[int, int]]:
+        """Open prompts by versions since their admission: (finished, still generated or scored)."""
+        ages: dict[int, tuple[int, int]] = {}
+        for entry in self._open.values():
+            age = self.trainer_version - entry.stamp
+            done, running = ages.get(age, (0, 0))
+            ages[age] = (done + (entry.group is not None), running + (entry.group is None))
+        return ages
 
     @property
     def ended(self) -> str | None:
@@ -405,6 +417,7 @@ class RolloutBuffer:
 
     def _count_drop(self, prompt_id: str, reason: str) -> None:
         self.ledger.drop(prompt_id, reason)
+        self.on_drop(prompt_id, reason)
         error = self._drops.dropped(reason)
         if error is not None:
             self.fail(error)

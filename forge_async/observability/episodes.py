@@ -1,22 +1,19 @@
-"""Sampled episodes as text, so that a person can read what the model does."""
+"""Sampled episodes, token by token, so that a person can read what the model does and what became of it."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from forge_async.observability.jsonl import JsonLines
-from forge_async.types import Episode, Group
+from forge_async.observability.pieces import Decoder, Pieces
+from forge_async.types import Episode, FloatArray, Group, TrainingSequence, Turn
 
-
-class Decoder(Protocol):
-    """The part of a tokenizer that is used here."""
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+LOGPROB_DIGITS = 5
 
 
 class EpisodeRecorder:
@@ -28,18 +25,37 @@ class EpisodeRecorder:
     def __init__(self, path: Path, episodes_per_step: int = 4, seed: int = 0) -> None:
         self._lines = JsonLines(path) if episodes_per_step else None
         self._per_step, self._seed = episodes_per_step, seed
+        self._pieces: Pieces | None = None
 
-    def record(self, step: int, groups: Group | Sequence[Group], tokenizer: Decoder) -> int:
-        """Record a sample of the step's episodes; returns how many."""
+    def sample(self, step: int, groups: Sequence[Group]) -> list[tuple[Group, Episode]]:
+        """The episodes of a step that are recorded."""
+        pairs = [(group, episode) for group in groups for episode in group.episodes]
+        count = min(self._per_step, len(pairs))
+        return [pairs[i] for i in sorted(random.Random(f"{self._seed}/{step}").sample(range(len(pairs)), count))]
+
+    def record(
+        self,
+        step: int,
+        groups: Group | Sequence[Group],
+        tokenizer: Decoder,
+        sequences: Sequence[TrainingSequence] = (),
+        trainer_logprobs: Mapping[str, FloatArray] | None = None,
+    ) -> int:
+        """Record a sample of the step's episodes; returns how many.
+
+        Args:
+            sequences: what was trained of the groups.
+            trainer_logprobs: float32 [T] by sequence id: log-probs under the weights before the step, NaN where the
+                trainer made none.
+        """
         if self._lines is None:
             return 0
-        groups = [groups] if isinstance(groups, Group) else groups
-        pairs = [(group, episode) for group in groups for episode in group.episodes]
-        chosen = sorted(
-            random.Random(f"{self._seed}/{step}").sample(range(len(pairs)), min(self._per_step, len(pairs)))
-        )
-        for index in chosen:
-            self._lines.write({"step": step, **describe(*pairs[index], tokenizer)})
+        self._pieces = self._pieces or Pieces(tokenizer)
+        chosen = self.sample(step, [groups] if isinstance(groups, Group) else groups)
+        for group, episode in chosen:
+            own = [sequence for sequence in sequences if sequence.episode_id == episode.episode_id]
+            record = describe(group, episode, tokenizer, self._pieces, own, trainer_logprobs)
+            self._lines.write({"step": step, **record})
         return len(chosen)
 
     def close(self) -> None:
@@ -47,30 +63,88 @@ class EpisodeRecorder:
             self._lines.close()
 
 
-def describe(group: Group, episode: Episode, tokenizer: Decoder) -> dict[str, Any]:
-    """One episode as a plain record. Special tokens stay visible in the text: they are what was sampled."""
+def describe(
+    group: Group,
+    episode: Episode,
+    tokenizer: Decoder,
+    pieces: Pieces | None = None,
+    sequences: Sequence[TrainingSequence] = (),
+    trainer_logprobs: Mapping[str, FloatArray] | None = None,
+) -> dict[str, Any]:
+    """One episode as a plain record. What a list of episodes shows comes first, so that it is found without parsing.
+
+    Args:
+        pieces: cuts the texts of tokens; None makes one.
+        sequences: what was trained of the episode.
+        trainer_logprobs: as for :meth:`EpisodeRecorder.record`.
+    """
+    pieces = pieces or Pieces(tokenizer)
     rewards = [other.reward for other in group.episodes]
+    versions = episode.policy_versions
     return {
-        "prompt_id": group.prompt.prompt_id,
         "episode_id": episode.episode_id,
         "reward": episode.reward,
+        "tokens": len(versions),
+        "oldest": int(versions.min()) if len(versions) else 0,
+        "newest": int(versions.max()) if len(versions) else 0,
+        "prompt_id": group.prompt.prompt_id,
         "reward_parts": episode.reward_parts,
         "group_reward_mean": float(np.mean(rewards)),
+        "group_rewards": rewards,
+        "failed": group.failed,
+        "task": group.prompt.task,
         "prompt": [dict(message) for message in group.prompt.messages],
         "answer": group.prompt.answer,
         "turns": [
-            {
-                "completion": tokenizer.decode(turn.completion.token_ids.tolist()),
-                "tokens": len(turn.completion.token_ids),
-                "finish_reason": turn.completion.finish_reason,
-                "versions": spans(turn.completion.policy_versions),
-                "mean_logprob": float(np.mean(turn.completion.logprobs)) if len(turn.completion.logprobs) else None,
-                "reply": [dict(message) for message in turn.reply],
-            }
+            describe_turn(turn, tokenizer, pieces, *_trained(turn, sequences, trainer_logprobs or {}))
             for turn in episode.turns
         ],
         "metadata": episode.metadata,
     }
+
+
+def describe_turn(
+    turn: Turn, tokenizer: Decoder, pieces: Pieces, mask: np.ndarray | None, trainer: FloatArray | None
+) -> dict[str, Any]:
+    """One turn with its tokens. Special tokens stay visible in the text: they are what was sampled.
+
+    Args:
+        mask: bool [R]: which tokens were trained; None: not known.
+        trainer: float32 [R]: their log-probs in the trainer; None: not known.
+    """
+    completion = turn.completion
+    token_ids = completion.token_ids.tolist()
+    text = tokenizer.decode(token_ids)
+    return {
+        "completion": text,
+        "tokens": len(token_ids),
+        "finish_reason": completion.finish_reason,
+        "versions": spans(completion.policy_versions),
+        "kv_versions": spans(completion.kv_versions),
+        "mean_logprob": float(np.mean(completion.logprobs)) if len(completion.logprobs) else None,
+        "trained": None if mask is None else spans(mask.astype(np.int32)),
+        "pieces": pieces.of(token_ids, text),
+        "logprobs": _rounded(completion.logprobs),
+        "trainer_logprobs": None if trainer is None else _rounded(trainer),
+        "reply": [dict(message) for message in turn.reply],
+    }
+
+
+def _trained(
+    turn: Turn, sequences: Sequence[TrainingSequence], trainer_logprobs: Mapping[str, FloatArray]
+) -> tuple[np.ndarray | None, FloatArray | None]:
+    """(mask, trainer's log-probs) of a turn's tokens, out of the sequence that it is part of."""
+    start = len(turn.completion.prompt_token_ids)
+    whole = np.concatenate([turn.completion.prompt_token_ids, turn.completion.token_ids])
+    for sequence in sequences:
+        if np.array_equal(sequence.token_ids[: len(whole)], whole):
+            logprobs = trainer_logprobs.get(sequence.sequence_id)
+            return sequence.loss_mask[start : len(whole)], None if logprobs is None else logprobs[start : len(whole)]
+    return None, None
+
+
+def _rounded(values: np.ndarray) -> list[float | None]:
+    return [round(value, LOGPROB_DIGITS) if np.isfinite(value) else None for value in values.tolist()]
 
 
 def spans(versions: np.ndarray) -> list[list[int]]:

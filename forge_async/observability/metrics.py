@@ -1,28 +1,57 @@
-"""Numbers per step, written as JSON lines and for TensorBoard."""
+"""Numbers per step, written as JSON lines, for TensorBoard and for W&B."""
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from forge_async.observability.config import MetricsConfig
 from forge_async.observability.jsonl import JsonLines
+from forge_async.observability.wandb_run import WandbRun
+
+
+class Backend(Protocol):
+    """Takes the numbers of each step."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class MetricsLogger:
-    """Writes ``metrics.jsonl`` and ``tensorboard/`` in a run's folder.
+    """Writes ``metrics.jsonl`` and ``tensorboard/`` in a run's folder, and to W&B.
+
+    A backend that fails costs a warning, its first time, and nothing else.
 
     Each series (key) moves forward only: within one logger a step below the key's last one is an error, because
     readers would draw the line backwards. A resumed run may write steps again; readers take the last record of a step.
+
+    Args:
+        warn: how a person is told that a backend has failed.
+        more: further backends, by the name that a warning gives them.
     """
 
-    def __init__(self, folder: Path, config: MetricsConfig | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: MetricsConfig | None = None,
+        warn: Callable[[str], None] | None = None,
+        more: Mapping[str, Backend] | None = None,
+    ) -> None:
         config = config or MetricsConfig()
+        self._warn = warn or (lambda text: print(f"warning: {text}", file=sys.stderr))
+        self._failed: set[str] = set()
         self._lines = JsonLines(folder / "metrics.jsonl") if config.jsonl else None
-        self._board = TensorBoardFile(folder / "tensorboard") if config.tensorboard else None
+        self._backends: dict[str, Backend] = dict(more or {})
+        if config.tensorboard:
+            self._guard("TensorBoard", lambda: self._add("TensorBoard", TensorBoardFile(folder / "tensorboard")))
+        if config.wandb:
+            self._add("W&B", WandbRun(folder, config.wandb_project, config.wandb, self._warn))
         self._last: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -42,15 +71,28 @@ class MetricsLogger:
             self._last.update(dict.fromkeys(flat, step))
             if self._lines is not None:
                 self._lines.write({"step": step, "at": round(time.time(), 3), **flat})
-            if self._board is not None:
-                self._board.write(step, {k: float(v) for k, v in flat.items() if _is_number(v)})
+            scalars = {k: float(v) for k, v in flat.items() if _is_number(v)}
+            for name, backend in self._backends.items():
+                self._guard(name, functools.partial(backend.write, step, scalars))
 
     def close(self) -> None:
         with self._lock:
             if self._lines is not None:
                 self._lines.close()
-            if self._board is not None:
-                self._board.close()
+            for name, backend in self._backends.items():
+                self._guard(name, backend.close)
+            self._backends.clear()
+
+    def _add(self, name: str, backend: Backend) -> None:
+        self._backends[name] = backend
+
+    def _guard(self, name: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # a disk that is full, a service that is down: not worth a run
+            if name not in self._failed:
+                self._failed.add(name)
+                self._warn(f"{name} failed, the run goes on without it: {type(error).__name__}: {error}")
 
 
 class TensorBoardFile:

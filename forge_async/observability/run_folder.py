@@ -8,11 +8,66 @@ from pathlib import Path
 from forge_async.errors import ConfigError
 
 
-class RunFolder:
-    """Paths inside ``runs/<name>/``. The folder and ``checkpoints/`` exist; files appear as they are written."""
+class RunPaths:
+    """What lies where in the folder of a run; nothing need be there."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def episodes(self) -> Path:
+        return self.path / "episodes.jsonl"
+
+    @property
+    def spans(self) -> Path:
+        return self.path / "spans.jsonl"
+
+    @property
+    def status(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def commands(self) -> Path:
+        return self.path / "control.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def plot(self) -> Path:
+        return self.path / "reward.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def schedule(self) -> Path:
+        return self.path / "schedule"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+
+class RunFolder(RunPaths):
+    """A run's own folder, ``runs/<name>/``. The folder and ``checkpoints/`` exist; files appear as they are written."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
@@ -50,42 +105,6 @@ class RunFolder:
         if not (Path(path) / "config.yaml").is_file():
             raise ConfigError("resume", str(path), "a run folder (one that holds config.yaml)")
         return cls(path)
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def episodes(self) -> Path:
-        return self.path / "episodes.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def plot(self) -> Path:
-        return self.path / "reward.png"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def schedule(self) -> Path:
-        return self.path / "schedule"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
 
     def write_config(self, text: str) -> None:
         """Save the resolved config."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge_async.observability.episodes import Decoder, describe
+from forge_async.observability.episodes import describe
 from forge_async.observability.jsonl import read
+from forge_async.observability.pieces import Decoder, Pieces
 from forge_async.observability.tables import Listing
 from forge_async.types import Episode, Group
 
@@ -69,8 +70,9 @@ def listing(episodes: Iterable[SeenEpisode]) -> Listing[SeenEpisode]:
 
 def of_groups(step: int, groups: Iterable[Group], tokenizer: Decoder) -> list[SeenEpisode]:
     """The episodes of a live run's batch."""
+    pieces = Pieces(tokenizer)
     return [
-        SeenEpisode(step, describe(group, episode, tokenizer), episode)
+        SeenEpisode(step, describe(group, episode, tokenizer, pieces), episode)
         for group in groups
         for episode in group.episodes
     ]

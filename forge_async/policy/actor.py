@@ -210,9 +210,11 @@ class PolicyActor(ForgeActor):
         self._ready().check(sampling)
 
     @concurrent_endpoint
-    async def status(self) -> dict[str, Any]:
-        """Version, queue lengths and counters, as of now."""
+    async def status(self, spans_since: int | None = None) -> dict[str, Any]:
+        """Version, queue lengths and counters, as of now; with a cursor ``spans``, see ``SpanRing.since``."""
         status = self._ready().status()
+        if spans_since is not None:
+            status["spans"] = self._ready().spans.since(spans_since)
         return status | (NOT_FOLLOWING if self._follower is None else self._follower.status())
 
     @concurrent_endpoint

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from forge_async.errors import DataError, ForgeError, require
+from forge_async.observability.spans import SpanRing
 from forge_async.policy import checkpoint, vllm_compat
 from forge_async.policy.config import PolicyConfig, SamplingConfig
 from forge_async.policy.counters import EngineCounters, SwapReport
@@ -60,6 +61,8 @@ class PolicyEngine:
         """Set by :meth:`start` where this is one of several tensor-parallel ranks."""
         self.weights: LiveWeights
         """Set by :meth:`start`."""
+        self.spans = SpanRing(now=time.perf_counter)
+        """Lane ``main`` is the engine thread's; ``weights`` belongs to whoever brings new ones."""
         self._vocabulary = 0
         self._native_mask = False
         """vLLM records the sampling masks itself."""
@@ -260,7 +263,9 @@ class PolicyEngine:
             self._requests.admit()
         if self._requests.active:
             self._requests.step()
-            self.counters.busy_s += time.perf_counter() - began
+            ended = time.perf_counter()
+            self.counters.busy_s += ended - began
+            self.spans.note("main", "generate", began, ended, version=self.version)
         if not (self._requests.active and self._held):
             for future in self._quiet:
                 fulfil(future, None)
@@ -356,6 +361,7 @@ class PolicyEngine:
             waited = time.perf_counter() - began
             self.counters.idle_s += waited
             self.counters.held_s += waited if self._requests.waiting else 0.0
+            self.spans.note("main", "hold" if self._requests.waiting else "wait", began, began + waited)
         return posted
 
     def _own_swap(self, version: int) -> Any:
@@ -395,6 +401,7 @@ class PolicyEngine:
         self.counters.swaps_in_flight += in_flight > 0
         self.counters.swap_ms.append(pause * 1e3)
         self.counters.busy_s += pause
+        self.spans.note("main", "swap", began, began + pause, version=version, in_flight=in_flight)
         fulfil(future, SwapReport(version, previous, pause * 1e3, in_flight, self.weights.plan.nbytes))
 
     def _fail(self, error: BaseException) -> None:

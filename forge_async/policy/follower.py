@@ -153,12 +153,12 @@ class Follower:
             lease = await self.store.acquire_next(self._wanted)
         else:
             lease = await self.store.acquire(self._wanted)
-        digests = self.engine.lockstep is None
+        began, digests = self.engine.spans.now(), self.engine.lockstep is None
         preparing = asyncio.ensure_future(
             self._beside(lambda: self.engine.prepare(lease, lease.shapes, digests, packs))
         )
         try:
-            update = await self._swap(lease, preparing)
+            update = await self._swap(lease, preparing, began)
             async with self._applied:
                 self._last_update = update
                 self._applied.notify_all()
@@ -167,8 +167,8 @@ class Follower:
             await lease.release()  # which ends preparing too, where that still waits for the writer
             await asyncio.gather(preparing, return_exceptions=True)
 
-    async def _swap(self, lease: Pulled, preparing: asyncio.Future[Prepared]) -> dict[str, Any]:
-        """Attest and swap a version, which is being prepared, once it is committed.
+    async def _swap(self, lease: Pulled, preparing: asyncio.Future[Prepared], began: float) -> dict[str, Any]:
+        """Attest and swap a version, which is being prepared since ``began``, once it is committed.
 
         A flip is attested before it is made: where that fails, the old weights stay live. A copy can be attested only
         when the old weights are gone: the published tensors are checked before, and the engine ends if that fails.
@@ -189,9 +189,11 @@ class Follower:
         async with self._agreeing():  # then no rank will wait for another between two forward passes
             prepared = await preparing
             pulled = time.perf_counter()
+            self.engine.spans.note("weights", "pull", began, pulled, version=lease.version)
             await self._beside(check_before)
         assert prepared is not None
         attested = time.perf_counter()
+        self.engine.spans.note("weights", "attest", pulled, attested, version=lease.version)
         async with self.weights_lock:
             report = await asyncio.wrap_future(self.engine.swap(manifest.version, prepared))
             swapped = time.perf_counter()

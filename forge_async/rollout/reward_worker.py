@@ -14,6 +14,7 @@ from forge_async.errors import ConfigError, ForgeError, RunFailed
 from forge_async.mesh.actor import ForgeActor
 from forge_async.mesh.errors import ActorDied
 from forge_async.mesh.service import Service
+from forge_async.observability.spans import SpanRing
 from forge_async.rollout.config import RewardConfig, RewardSpec
 from forge_async.rollout.rewards import RewardFailure, RewardFunction, load_functions, score_completion
 from forge_async.types import Prompt
@@ -98,6 +99,8 @@ class RewardPool:
         self.specs = config.specs
         self.replaced = 0
         """Workers killed because they exceeded the time limit."""
+        self.spans = SpanRing()
+        """What each worker scored."""
         self._workers = workers
         self._idle: asyncio.Queue[Service] = asyncio.Queue()
         for worker in workers:
@@ -135,6 +138,11 @@ class RewardPool:
             raise failures[0]
         return cls(config, workers)
 
+    @property
+    def busy(self) -> int:
+        """Workers that score now."""
+        return len(self._workers) - len(self._lost) - self._idle.qsize()
+
     def pids(self) -> list[int]:
         """Of the worker processes."""
         return [pid for worker in self._workers for replica in worker.replicas for pid in replica.pids]
@@ -156,7 +164,8 @@ class RewardPool:
             limit = self.config.timeout_s * len(completions)
             broken = True
             try:
-                scores: Scores = await worker.call("score", prompt, completions, timeout=limit)
+                with self.spans.span(f"worker {self._workers.index(worker)}", "reward"):
+                    scores: Scores = await worker.call("score", prompt, completions, timeout=limit)
                 broken = False
                 return scores
             except TimeoutError:

@@ -207,3 +207,33 @@ class TrainerControl:
         sequences = [completion_sequence(f"{i}", each, each.temperature) for i, each in enumerate(sampled)]
         (scored, *_) = await run.parts.ask_trainer("logprobs", sequences)
         return [row[sequence.loss_mask] for row, sequence in zip(scored, sequences, strict=True)]
+
+
+class PageControl:
+    """What a run's page may ask for, whoever takes the steps: a caller's loop, or the run by itself."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def state(self) -> str:
+        """``running``, ``paused``, ``ended``, ``failed`` or ``stopped``."""
+        state = self._run.state
+        return {"held": "paused", "pausing": "running", "starting": "running"}.get(state, state)
+
+    def hold(self) -> None:
+        """Whoever takes steps waits before the next one; the one being trained ends."""
+        self._run.require_up("pause").hold()
+
+    def let_go(self) -> None:
+        """End :meth:`hold`; where nobody takes steps, take them in the background."""
+        pace = self._run.require_up("resume")
+        pace.let_go()
+        if pace.state == "paused":
+            pace.resume()
+
+    def end(self) -> None:
+        """The step being trained is the last one, as if ``steps`` had been reached."""
+        pace = self._run.require_up("stop")
+        self._run.parts.loop.ended_early = "The run was stopped from its page."
+        pace.put_off()

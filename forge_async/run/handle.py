@@ -16,7 +16,7 @@ from forge_async.observability.frames import RunMetrics
 from forge_async.observability.seen import SeenEpisode
 from forge_async.observability.tables import Listing
 from forge_async.rollout.environment import Environment, SingleTurnEnvironment
-from forge_async.run.controls import PolicyControl, TrainerControl
+from forge_async.run.controls import PageControl, PolicyControl, TrainerControl
 from forge_async.run.engines import Engines
 from forge_async.run.pace import Pace
 from forge_async.run.parts import Parts
@@ -55,7 +55,7 @@ class Run:
         environment: Callable[[Any], Environment] = SingleTurnEnvironment,
     ) -> None:
         self.policy, self.trainer = PolicyControl(self), TrainerControl(self)
-        self.parts = Parts(config, replay, environment)
+        self.parts = Parts(config, replay, environment, PageControl(self))
         self._pace: Pace | None = None
         self._phase = "new"
         """``new``, ``starting``, ``up``, or ``stopped``."""
@@ -319,9 +319,9 @@ class Run:
         """End the run with ``error``, whatever it waits for."""
         self.parts.loop.fail(error)
 
-    def require_up(self, what: str) -> None:
+    def require_up(self, what: str) -> Pace:
         """Raise RunStateError unless the engines are there."""
-        self._up(what)
+        return self._up(what)
 
     def changed(self, settings: dict[str, Any]) -> Config:
         """The config with these settings, by dotted key, for :meth:`Parts.apply`.

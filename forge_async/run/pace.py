@@ -47,7 +47,10 @@ class Pace:
         self._failure: ForgeError | None = None
         self._step: asyncio.Task[Step | None] | None = None
         self._many: asyncio.Task[list[Step]] | None = None
-        self._pausing = self._orphaned = False
+        self._pausing = self._orphaned = self._held = False
+        self._free = asyncio.Event()
+        """Not set while steps are to be held; then ``_held`` says that one is."""
+        self._free.set()
 
     @property
     def failure(self) -> ForgeError | None:
@@ -58,9 +61,11 @@ class Pace:
 
     @property
     def state(self) -> str:
-        """``failed``, ``ended``, ``pausing``, ``running`` or ``paused``."""
+        """``failed``, ``ended``, ``held``, ``pausing``, ``running`` or ``paused``."""
         if self.failure is not None:
             return "failed"
+        if self._held:
+            return "held"
         if self._busy(self._many):
             return "pausing" if self._pausing else "running"
         if self._busy(self._step):
@@ -71,7 +76,7 @@ class Pace:
         """Raise unless a step may be taken: the failure, or a RunStateError that says what to do."""
         if self.failure is not None:
             raise self.failure
-        if self.state in ("running", "pausing"):
+        if self.state in ("running", "pausing", "held"):
             raise RunStateError(f"{what}: the run is training. Call `await run.pause()` first.")
         if self._is_over():
             raise RunStateError(
@@ -83,9 +88,12 @@ class Pace:
         """The next step, for a caller that logs it; None at the end."""
         self._orphaned = False
         if not self._is_over():
+            step = self._begin(logged=False)
             try:
-                return await asyncio.shield(self._begin(logged=False))
+                return await asyncio.shield(step)
             except asyncio.CancelledError:
+                if step.cancelled():
+                    return None  # it was put off by another task
                 self._orphaned = True
                 self._drop_waiting()
                 raise
@@ -112,6 +120,19 @@ class Pace:
             self._ask()
         await self.wait()
         self._raise_failure()
+
+    def hold(self) -> None:
+        """Let whoever takes steps wait, from the next one on, until :meth:`let_go`; a step under way ends first."""
+        self._free.clear()
+
+    def let_go(self) -> None:
+        """End :meth:`hold`."""
+        self._free.set()
+
+    def put_off(self) -> None:
+        """End a step that has not begun: whoever waits for it is told that there is none. Ends :meth:`hold`, too."""
+        self._drop_waiting()
+        self._free.set()
 
     async def wait(self) -> None:
         """Return when no step is being taken in the background; raises what has ended the run."""
@@ -167,6 +188,8 @@ class Pace:
 
     async def _one(self, logged: bool) -> Step | None:
         try:
+            if not self._free.is_set():
+                await self._wait_until_free()
             step = await self._take()
         except ForgeError as error:
             self._fail(error)
@@ -175,6 +198,14 @@ class Pace:
         if step is not None and (logged or self._orphaned):
             self._log(step)
         return step
+
+    async def _wait_until_free(self) -> None:
+        self._held = True
+        try:
+            await self._loop.pause()
+            await self._free.wait()
+        finally:
+            self._held = False
 
     def _fail(self, error: ForgeError) -> NoReturn:
         if self._failure is None:
@@ -187,7 +218,7 @@ class Pace:
 
     def _drop_waiting(self) -> None:
         """End a step that has not begun."""
-        if self._step is not None and self._loop.waiting:
+        if self._step is not None and (self._loop.waiting or self._held):
             self._step.cancel()
 
     def _raise_failure(self) -> None:

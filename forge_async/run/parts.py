@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from forge_async.buffer import Ledger, RolloutBuffer
 from forge_async.checks import check_ratios, fresh_prompts, sampling_bias
 from forge_async.config import Config, differences, to_yaml
+from forge_async.dashboard.monitor import Handle as PageHandle
+from forge_async.dashboard.monitor import Monitor
 from forge_async.errors import ConfigError, ForgeError, RunFailed, prefix_errors
 from forge_async.journal import FAULTS, Journal
 from forge_async.loop import AsyncLoop
@@ -34,10 +36,17 @@ class Parts:
     Args:
         config: as it is now; :meth:`apply` replaces it.
         environment: makes the rollouts' environment of the tokenizer.
+        page: does what the run's page asks for.
     """
 
-    def __init__(self, config: Config, replay: Replay | None, environment: Callable[[Any], Environment]) -> None:
-        self.config, self.replay, self.make_environment = config, replay, environment
+    def __init__(
+        self,
+        config: Config,
+        replay: Replay | None,
+        environment: Callable[[Any], Environment],
+        page: PageHandle,
+    ) -> None:
+        self.config, self.replay, self.make_environment, self._page = config, replay, environment, page
         self.first_version = 0
         """Policy version at the start: more than 0 after a resume."""
         self.runtime = MeshRuntime()
@@ -47,6 +56,7 @@ class Parts:
         self.folder: RunFolder
         self.checkpoints: Checkpoints
         self.recording: Recording
+        self.monitor: Monitor
         self.journal: Journal
         self.tokenizer: Any
         self.source: PromptSource
@@ -80,6 +90,8 @@ class Parts:
         self.journal = self.replay or Journal(recorded)
         folder.write_config(to_yaml(config))
         self.recording.console.__enter__()
+        self.monitor = Monitor(folder, config, self.record, self.recording.console, self._page)
+        self.monitor.open_page()
         self.recording.events.write("start", name=folder.path.name, resume=bool(config.resume))
         self.tokenizer = self.recording.tokenizer = load_tokenizer(config.model.path)
         room = config.policy.max_model_len - config.policy.sampling.max_tokens
@@ -103,7 +115,7 @@ class Parts:
         await self.runtime.__aenter__()
         self._entered = True
         config, began, console = self.config, time.monotonic(), self.recording.console
-        self.engines = engines = Engines(config, self.journal, self._record, console.phase)
+        self.engines = engines = Engines(config, self.journal, self.record, console.phase)
         checkpoint = self.checkpoints.newest() if config.resume else None
         published = await engines.start(checkpoint, self.replay)
         environment = self.make_environment(self.tokenizer)
@@ -115,7 +127,7 @@ class Parts:
             self.source,
             environment,
             engines.rewards,
-            self._record,
+            self.record,
             self.first_version,
             self.journal,
         )
@@ -136,12 +148,14 @@ class Parts:
             console.print(
                 f"importance ratios of {report['tokens']} fresh tokens: |ratio - 1| at most {report['max_error']:.1e}"
             )
+        self.monitor.start(engines, self.buffer)
         seconds = time.monotonic() - began
         self.recording.events.write("ready", seconds=seconds, version=self.first_version)
         console.print(f"ready after {seconds:.0f} s")
         console.phase("")
 
-    def _record(self, kind: str, **fields: Any) -> None:
+    def record(self, kind: str, **fields: Any) -> None:
+        """One line of the event log; the schedule notes faults, too."""
         self.recording.events.write(kind, **fields)
         if kind in FAULTS:
             self.journal.fault(kind)
@@ -169,6 +183,7 @@ class Parts:
             recording.console.warn(loop.ended_early)
             return None
         await recording.note(step, self.engines.policy)
+        recording.token_logprobs = await self.monitor.token_logprobs(step, recording.sample(step))
         every, last = config.checkpoint.every_steps, not self.left
         if last:
             await loop.settle()
@@ -242,6 +257,7 @@ class Parts:
         try:
             try:
                 if runs:
+                    await self.monitor.stop()
                     await self.loop.stop()
                 if hasattr(self, "engines"):
                     await self.engines.stop()
@@ -250,6 +266,7 @@ class Parts:
                     await self.runtime.__aexit__(None, None, None)
         finally:
             if hasattr(self, "recording"):
+                self.monitor.close()
                 self.recording.close(outcome)
                 self.journal.close()
                 if runs and self.replay is None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from forge_async.buffer import RolloutBuffer
 from forge_async.config import Config
 from forge_async.mesh import Service
@@ -26,7 +28,7 @@ from forge_async.observability import (
 from forge_async.observability.seen import SeenEpisode, listing, of_groups
 from forge_async.observability.tables import Listing
 from forge_async.steps import Step, Tally
-from forge_async.types import Group
+from forge_async.types import Episode, Group
 
 REMEMBERED_GROUPS = 256
 """Trained groups that can be looked at in a live run; older ones are in ``episodes.jsonl``, as far as sampled."""
@@ -45,8 +47,10 @@ class Recording:
         self.last: Step | None = None
         self.replicas: list[dict[str, Any]] = []
         """Each replica's last status."""
-        self._metrics = MetricsLogger(folder.path, config.metrics)
+        self._metrics = MetricsLogger(folder.path, config.metrics, self.console.warn)
         self._recorder = EpisodeRecorder(folder.episodes, config.metrics.episodes_per_step, config.seed)
+        self.token_logprobs: dict[str, np.ndarray] = {}
+        """Of the newest step's :meth:`sample`, by sequence: the trainer's log-probs before the step, float32 [T]."""
         self._seen: deque[tuple[int, Group]] = deque(maxlen=REMEMBERED_GROUPS)
         self._idle, self._generated = IdleMeter(), RateMeter()
         self._discarded, self._recomputed = RateMeter(), RateMeter()
@@ -78,6 +82,10 @@ class Recording:
             "step", index=step.index, version=step.stats.version, reward=step.reward, staleness=step.staleness.max
         )
         self.warn_truncated(step.truncated)
+
+    def sample(self, step: Step) -> list[Episode]:
+        """The episodes that :meth:`log` will record of ``step``."""
+        return [episode for _, episode in self._recorder.sample(step.stats.version, step.groups)]
 
     def warn_truncated(self, share: float) -> None:
         """Warn once if too large a share of completions was cut off."""
@@ -146,7 +154,7 @@ class Recording:
                 **more,
             },
         )
-        self._recorder.record(index, step.groups, self.tokenizer)
+        self._recorder.record(index, step.groups, self.tokenizer, step.sequences, self.token_logprobs)
         self.console.step(
             StepView(
                 step=index,

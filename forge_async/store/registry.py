@@ -211,12 +211,14 @@ class Registry(ForgeActor):
 
     @concurrent_endpoint
     async def stats(self) -> dict[str, Any]:
-        """``versions`` (committed, ascending), ``pending``, ``leases``, ``segments``, ``segment_bytes``."""
+        """``versions`` (committed, ascending), ``pending``, ``leases``, ``readers`` (leases by version), ``segments``,
+        ``segment_bytes``."""
         await self._collected()
         return {
             "versions": sorted(number for number, known in self._versions.items() if known.committed is not None),
             "pending": sorted(number for number, known in self._versions.items() if known.committed is None),
             "leases": len(self._leases),
+            "readers": dict(Counter(version.number for version, _ in self._leases.values())),
             "segments": len(self._pool.live()),
             "segment_bytes": self._pool.nbytes,
         }

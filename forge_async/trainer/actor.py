@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from monarch.actor import concurrent_endpoint
 from forge_async.errors import ForgeError, RunFailed
 from forge_async.mesh import ForgeActor
 from forge_async.observability.clocks import BusyClock
+from forge_async.observability.spans import SpanRing
 from forge_async.store import FullTensor, TensorShard, WeightStore
 from forge_async.trainer.config import TrainerConfig
 from forge_async.types import StepStats, TrainingSequence
@@ -58,6 +60,8 @@ class TrainerActor(ForgeActor):
         self._lock = asyncio.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._clock = BusyClock()
+        self._spans = SpanRing()
+        self._rank = int(os.environ["RANK"]) if config.procs > 1 else 0
         self._trained_tokens = 0
         self._publications: dict[int, asyncio.Task[dict[str, Any]]] = {}
         """By version, until :meth:`published` was asked for it."""
@@ -88,21 +92,21 @@ class TrainerActor(ForgeActor):
     @concurrent_endpoint
     async def step(self, sequences: list[TrainingSequence]) -> StepStats:
         """One GRPO step; see ``TrainerEngine.step``."""
-        stats = await self._run(lambda engine: engine.step(sequences))
+        stats = await self._run(lambda engine: engine.step(sequences), "train")
         self._trained_tokens += stats.trained_tokens
         return stats
 
     @concurrent_endpoint
     async def sft_step(self, sequences: list[TrainingSequence]) -> StepStats:
         """One supervised step; see ``TrainerEngine.sft_step``."""
-        stats = await self._run(lambda engine: engine.sft_step(sequences))
+        stats = await self._run(lambda engine: engine.sft_step(sequences), "train")
         self._trained_tokens += stats.trained_tokens
         return stats
 
     @concurrent_endpoint
     async def logprobs(self, sequences: list[TrainingSequence]) -> list[np.ndarray]:
         """Log-probs of every token under the current weights; see ``TrainerEngine.logprobs``."""
-        return await self._run(lambda engine: engine.logprobs(sequences))
+        return await self._run(lambda engine: engine.logprobs(sequences), "logprobs")
 
     @concurrent_endpoint
     async def publish(self) -> int:
@@ -119,7 +123,7 @@ class TrainerActor(ForgeActor):
             version = engine.version
             if version in self._publications:
                 raise ForgeError(f"publish was called before for version {version}")
-            with self._clock.busy():
+            with self._clock.busy(), self._spans.span("main", "publish", True, version=version):
                 shards, layout = await self._in_thread(lambda: (engine.hf_shards(), engine.hf_layout))
                 copied = threading.Event()
                 self._copied.append(copied)
@@ -158,14 +162,15 @@ class TrainerActor(ForgeActor):
                 await asyncio.wait({former})
                 if former.cancelled() or former.exception() is not None:
                     raise ForgeError(f"version {version} is not published, since the one before it failed")
-            committed = await self.store.publish(
-                version,
-                self._ready().rank,
-                self.config.procs,
-                [TensorShard(s.name, s.tensor, s.global_shape, s.offsets, s.shape) for s in shards],
-                [FullTensor(name, dtype, shape) for name, (dtype, shape) in layout.items()],
-                copied,
-            )
+            with self._spans.span("publishing", "publish", version=version):
+                committed = await self.store.publish(
+                    version,
+                    self._ready().rank,
+                    self.config.procs,
+                    [TensorShard(s.name, s.tensor, s.global_shape, s.offsets, s.shape) for s in shards],
+                    [FullTensor(name, dtype, shape) for name, (dtype, shape) in layout.items()],
+                    copied,
+                )
         finally:
             copied.set()
         wall_s = time.monotonic() - began
@@ -186,28 +191,35 @@ class TrainerActor(ForgeActor):
         Waits for the version in publication, so that what is saved is never newer than what readers can have.
         """
         await self._until_published()
-        await self._run(lambda engine: engine.save_checkpoint(folder, extra or {}))
+        await self._run(lambda engine: engine.save_checkpoint(folder, extra or {}), "checkpoint")
 
     @concurrent_endpoint
     async def load_checkpoint(self, folder: str) -> dict[str, Any]:
         """Restore a checkpoint of any number of ranks; returns its ``extra``."""
-        return await self._run(lambda engine: engine.load_checkpoint(folder))
+        return await self._run(lambda engine: engine.load_checkpoint(folder), "checkpoint")
 
     @concurrent_endpoint
     async def set_learning_rate(self, peak: float) -> float:
         """Replace ``optimizer.lr`` between two steps; see ``TrainerEngine.set_learning_rate``."""
-        return await self._run(lambda engine: engine.set_learning_rate(peak))
+        return await self._run(lambda engine: engine.set_learning_rate(peak), "settings")
 
     @concurrent_endpoint
     async def export_hf(self, folder: str) -> None:
         """Write a folder that transformers and vLLM load, once the version in publication is committed."""
         await self._until_published()
-        await self._run(lambda engine: engine.export_hf(folder))
+        await self._run(lambda engine: engine.export_hf(folder), "checkpoint")
 
     @concurrent_endpoint
-    async def status(self) -> dict[str, Any]:
+    async def token_logprobs(self, sequence_ids: list[str]) -> dict[str, np.ndarray]:
+        """Of the last step: log-probs of these sequences' tokens before the update; see
+        ``TrainerEngine.token_logprobs``. Each rank returns its own."""
+        async with self._lock:
+            return await self._in_thread(lambda: self._ready().token_logprobs(sequence_ids))
+
+    @concurrent_endpoint
+    async def status(self, spans_since: list[int] | None = None) -> dict[str, Any]:
         """``version``, ``busy_s`` and ``idle_s`` since setup, ``trained_tokens``, ``publish_blocked_s`` (seconds that
-        training has waited for publishing)."""
+        training has waited for publishing); with a cursor per rank ``spans``, see ``SpanRing.since``."""
         busy, idle = self._clock.read()
         version = self._engine.version if self._engine is not None else 0
         return {
@@ -216,6 +228,7 @@ class TrainerActor(ForgeActor):
             "idle_s": idle,
             "trained_tokens": self._trained_tokens,
             "publish_blocked_s": self._publish_blocked_s,
+            **({} if spans_since is None else {"spans": self._spans.since(spans_since[self._rank])}),
         }
 
     async def _until_published(self) -> None:
@@ -227,10 +240,10 @@ class TrainerActor(ForgeActor):
             raise ForgeError("the trainer is not set up: call setup first")
         return self._engine
 
-    async def _run(self, work: Callable[[TrainerEngine], Result]) -> Result:
+    async def _run(self, work: Callable[[TrainerEngine], Result], name: str = "other") -> Result:
         async with self._lock:
             engine = self._ready()
-            with self._clock.busy():
+            with self._clock.busy(), self._spans.span("main", name, True, version=engine.version):
                 return await self._in_thread(lambda: work(engine))
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:

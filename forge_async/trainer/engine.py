@@ -15,7 +15,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,9 @@ class TrainerEngine:
         self.before_update: Callable[[], None] = lambda: None
         """Called before parameters change: whoever reads them beside training may hold the change up."""
         self.loss_function: LossFunction = policy_loss
+        self._last_sequences: list[TrainingSequence] = []
+        self._last_rows: list[tuple[PackedRow, torch.Tensor]] = []
+        """This rank's rows of the last step with the log-probs [K] before it."""
         self.device = trainer_device(config)
         self.rank = int(os.environ.get("RANK", "0")) if config.procs > 1 else 0
         self.world_size = config.procs
@@ -147,6 +150,7 @@ class TrainerEngine:
                 with torch.no_grad():
                     reference_K, _ = self._forward(row, self.reference)
             logprob_K, entropy_K = self._forward(row)
+            self._last_rows.append((row, logprob_K.detach()))
             found, index = np.unique(row.sequence_index, return_inverse=True)
             tokens = PolicyTokens(
                 logprob_K=logprob_K,
@@ -168,6 +172,7 @@ class TrainerEngine:
     ) -> tuple[dict[str, float], float]:
         """Add up the gradient of all rows; returns sums over all ranks, by metric, and the highest ratio."""
         self.optimizers.zero_grad()
+        self._last_sequences, self._last_rows = sequences, []
         totals = torch.zeros(len(METRICS) + 1, dtype=torch.float64, device=self.device)
         ratio_max = torch.zeros((), device=self.device)
         for row in self._rows(sequences):
@@ -229,6 +234,19 @@ class TrainerEngine:
             mismatch_kl_k3=mean["mismatch_k3"],
             reference_kl=mean["reference_kl"],
         )
+
+    def token_logprobs(self, sequence_ids: Collection[str]) -> dict[str, np.ndarray]:
+        """Of sequences of the last policy step: float32 [T] each, log-probs under the weights before it; NaN for tokens
+        that were not trained, or were on another rank."""
+        wanted = {i: s for i, s in enumerate(self._last_sequences) if s.sequence_id in sequence_ids}
+        found = {s.sequence_id: np.full(len(s.token_ids), np.nan, np.float32) for s in wanted.values()}
+        for row, logprob_K in self._last_rows:
+            chosen = np.isin(row.sequence_index, list(wanted))
+            if chosen.any():
+                values = logprob_K.float().cpu().numpy()
+                for k in np.flatnonzero(chosen):
+                    found[wanted[int(row.sequence_index[k])].sequence_id][row.token_index[k]] = values[k]
+        return found
 
     @torch.no_grad()
     def logprobs(self, sequences: list[TrainingSequence]) -> list[np.ndarray]:

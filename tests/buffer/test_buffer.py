@@ -141,11 +141,14 @@ def test_the_gate_drops_tokens_older_than_their_admission():
 
 def test_small_failed_and_uniform_groups_are_dropped_with_their_reason():
     buffer = new_buffer(max_staleness=3, min_group_size=2, drop_uniform_groups=True)
+    told: list[tuple[str, str]] = []
+    buffer.on_drop = lambda prompt_id, reason: told.append((prompt_id, reason))
     source = prompts()
     for size, rewards in ((0, ()), (1, (1.0,)), (3, (0.5, 0.5, 0.5))):
         assert not buffer.finish(make_group(at_once(buffer.admit(source)), size=size, rewards=rewards))
     assert buffer.finish(make_group(at_once(buffer.admit(source)), rewards=(0.0, 1.0)))
     assert dict(buffer.ledger.dropped) == {"failed": 1, "group_too_small": 1, "uniform_reward": 1}
+    assert told == [("p0", "failed"), ("p1", "group_too_small"), ("p2", "uniform_reward")]
     assert buffer.depth == 1
 
 

@@ -36,6 +36,7 @@ policy:
 trainer: {max_sequence_tokens: 128, optimizer: {lr: 1.0e-3}}
 buffer: {max_staleness: 2, max_open_groups: 8, groups_per_step: 4}
 metrics: {tensorboard: false}
+dashboard: {enabled: false}
 """
 
 TASK = '''

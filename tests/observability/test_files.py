@@ -188,9 +188,15 @@ def test_episodes_are_readable_and_sampled_the_same_way_twice(tmp_path: Path) ->
         "tokens": 3,
         "finish_reason": "stop",
         "versions": [[3, 2], [4, 1]],
+        "kv_versions": [[3, 3]],
         "mean_logprob": -2.0,
+        "trained": None,
+        "pieces": ["a", "b", "c"],
+        "logprobs": [-1.0, -2.0, -3.0],
+        "trainer_logprobs": None,
         "reply": [],
     }
+    assert (record["tokens"], record["oldest"], record["newest"]) == (3, 3, 4)
 
 
 def test_spans_of_versions() -> None:
@@ -226,3 +232,64 @@ def test_every_line_of_a_log_is_json(tmp_path: Path) -> None:
     log.close()
     (line,) = (tmp_path / "events.jsonl").read_text().splitlines()
     assert json.loads(line)["nested"] == {"a": [1, 2]}
+
+
+def test_a_backend_that_fails_costs_one_warning_and_the_others_go_on(tmp_path: Path) -> None:
+    class Down:
+        def write(self, step: int, scalars: dict[str, float]) -> None:
+            raise ConnectionError("no route to host")
+
+        def close(self) -> None:
+            raise ConnectionError("still none")
+
+    warnings: list[str] = []
+    logger = MetricsLogger(tmp_path, MetricsConfig(tensorboard=False), warnings.append, {"Metrics Inc.": Down()})
+    for step in (1, 2, 3):
+        logger.log(step, {"loss": 1.0})
+    logger.close()
+    assert warnings == ["Metrics Inc. failed, the run goes on without it: ConnectionError: no route to host"]
+    assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_tensorboard_folder_that_cannot_be_made_costs_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("a file")
+    warnings: list[str] = []
+    logger = MetricsLogger(tmp_path, MetricsConfig(), warnings.append)
+    logger.log(1, {"loss": 1.0})
+    logger.close()
+    assert len(warnings) == 1 and warnings[0].startswith("TensorBoard failed")
+    assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_wandb_gets_one_run_whose_id_a_resume_keeps(tmp_path: Path) -> None:
+    """Offline, its own files are there; and both parts of a resumed run have one id."""
+    (tmp_path / "config.yaml").write_text("steps: 3\n")
+    import sys
+
+    warnings: list[str] = []
+    exit_before, hook_before = sys.exit, sys.excepthook
+    for steps in ((1, 2), (2, 3)):
+        logger = MetricsLogger(tmp_path, MetricsConfig(tensorboard=False, wandb="offline"), warnings.append)
+        for step in steps:
+            logger.log(step, {"loss": 0.5 / step})
+        logger.close()
+    assert warnings == []
+    identity = (tmp_path / "wandb_id").read_text()
+    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert {path.name for path in files} == {f"run-{identity}.wandb"}
+    written = b"".join(path.read_bytes() for path in files)
+    assert b"loss" in written and b"0.25" in written
+    assert (sys.exit, sys.excepthook) == (exit_before, hook_before), "W&B leaves the process as it was"
+
+
+def test_wandb_that_is_down_costs_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
+    warnings: list[str] = []
+    logger = MetricsLogger(tmp_path, MetricsConfig(tensorboard=False, wandb="online"), warnings.append)
+    for step in (1, 2):
+        logger.log(step, {"loss": 1.0})
+    logger.close()
+    assert len(warnings) == 1 and "metrics.wandb" in warnings[0]
+    assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1, 2]

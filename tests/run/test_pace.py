@@ -113,6 +113,58 @@ async def test_a_step_that_waits_for_its_batch_is_put_off_by_a_pause():
     assert len(await loop.pace.step(1)) == 1
 
 
+async def test_held_steps_wait_whoever_takes_them_and_the_one_being_trained_ends():
+    loop = Loop()
+    loop.trained.clear()
+    callers = asyncio.ensure_future(loop.pace.next())
+    await loop.until("training")
+    loop.pace.hold()
+    assert loop.pace.state == "running"
+    loop.trained.set()
+    assert (await callers).stats.version == 1
+    for take in (loop.pace.next, lambda: loop.pace.step(1)):
+        version, waiting = loop.version, asyncio.ensure_future(take())
+        await asyncio.sleep(0.01)
+        assert (loop.pace.state, loop.version) == ("held", version) and not waiting.done()
+        with pytest.raises(RunStateError, match="step: the run is training"):
+            await loop.pace.step(1)
+        loop.pace.let_go()
+        await waiting
+        assert loop.version == version + 1
+        loop.pace.hold()
+    loop.pace.let_go()
+    assert loop.pace.state == "paused"
+
+
+async def test_a_held_run_can_be_paused_and_a_step_put_off_is_none():
+    loop = Loop()
+    loop.pace.hold()
+    loop.pace.resume()
+    await asyncio.sleep(0.01)
+    async with asyncio.timeout(5):
+        await loop.pace.pause()
+    assert (loop.version, loop.pace.state) == (0, "paused")
+    callers = asyncio.ensure_future(loop.pace.next())
+    await asyncio.sleep(0.01)
+    loop.pace.put_off()
+    async with asyncio.timeout(5):
+        assert await callers is None
+    loop.batch.clear()
+    callers = asyncio.ensure_future(loop.pace.next())
+    await loop.until("waiting")
+    loop.pace.put_off()
+    async with asyncio.timeout(5):
+        assert await callers is None
+    loop.batch.set()
+    loop.trained.clear()
+    callers = asyncio.ensure_future(loop.pace.next())
+    await loop.until("training")
+    loop.pace.put_off()
+    await asyncio.sleep(0.01)
+    loop.trained.set()
+    assert (await callers).stats.version == 1, "what is being trained is never dropped"
+
+
 async def test_an_interrupted_cell_leaves_the_step_being_trained_to_end_and_be_logged():
     loop = Loop()
     loop.trained.clear()

@@ -35,6 +35,22 @@ def test_unchanged_weights_give_ratio_one(tiny_llama: Path) -> None:
         assert stats.clip_fraction == 0.0
 
 
+def test_a_step_keeps_its_log_probs_before_the_update(tiny_llama: Path) -> None:
+    engine = TrainerEngine(dataclasses.replace(CONFIG, micro_batch_tokens=40), tiny_llama)
+    batch = groups()
+    before = engine.logprobs(batch)
+    engine.step(batch)
+    chosen = [batch[0], batch[-1]]
+    found = engine.token_logprobs([*(s.sequence_id for s in chosen), "another step's"])
+    assert list(found) == [s.sequence_id for s in chosen]
+    for each, expected in zip(chosen, (before[0], before[-1]), strict=True):
+        np.testing.assert_allclose(found[each.sequence_id][each.loss_mask], expected[each.loss_mask], atol=1e-5)
+        assert np.isnan(found[each.sequence_id][~each.loss_mask]).all()
+    assert not np.allclose(engine.logprobs(batch)[0], before[0], atol=1e-4), "the weights have changed"
+    trained = engine.step(batch[:2]).trained_tokens
+    assert sum(len(kept) for _, kept in engine._last_rows) == trained, "those of one step only"
+
+
 def test_the_loss_is_the_mean_over_all_tokens_and_the_version_counts_steps(tiny_llama: Path) -> None:
     engine = TrainerEngine(CONFIG, tiny_llama)
     sequences = [sequence("a", [5, 6], [7, 3]), sequence("b", [9], [8])]

@@ -1,0 +1,124 @@
+"""The list of recorded episodes: where each line is, and what a list shows of it, read no sooner than it is needed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge_async.dashboard.tables import Table
+
+NUMBER = rb'(-?[\d.]+(?:[eE][-+]?\d+)?|"-?(?:nan|inf)")'
+EPISODE_HEAD = re.compile(
+    rb'\{"step": (\d+), "episode_id": "((?:[^"\\]|\\.)*)", "reward": '
+    + NUMBER
+    + rb', "tokens": (\d+), "oldest": (-?\d+), '
+    rb'"newest": (-?\d+),'
+)
+"""What ``EpisodeRecorder`` writes first."""
+
+HEAD_BYTES = 256
+UNREADABLE = -1
+"""In place of the step, of a line that is no episode."""
+
+Row = list[Any]
+"""[Index, step, id, reward, tokens, oldest, newest version]."""
+
+
+class EpisodeTable(Table):
+    """``episodes.jsonl``: the lines' offsets, columns to sort and filter by once that is asked for, and the file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.clear()
+
+    def clear(self) -> None:
+        self.offsets = array("q")
+        self.steps, self.tokens, self.oldest, self.newest = array("i"), array("i"), array("i"), array("i")
+        self.rewards = array("d")
+
+    def update(self) -> None:
+        """Take in where new lines begin."""
+        for starts in self.file.new_starts():
+            if self.file.restarts != self._restarts:
+                self._restarts = self.file.restarts
+                self.clear()
+            self.offsets.frombytes(starts.astype(np.int64).tobytes())
+
+    def index(self, most: int | None = None) -> bool:
+        """Fill the columns for lines that are not in them yet, ``most`` at a time; True when none is left."""
+        if len(self.steps) == len(self.offsets):
+            return True
+        done = len(self.steps)
+        with self.file.path.open("rb") as file:
+            for offset in self.offsets[done : None if most is None else done + most]:
+                step, _, reward, tokens, oldest, newest = self._head(file.fileno(), offset)
+                self.broken += step == UNREADABLE
+                self.steps.append(step)
+                self.tokens.append(tokens)
+                self.oldest.append(oldest)
+                self.newest.append(newest)
+                self.rewards.append(reward)
+        return len(self.steps) == len(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def rows(self, indices: np.ndarray) -> list[Row]:
+        """What a list shows of the episodes at ``indices``."""
+        if not len(indices):
+            return []
+        found: list[Row] = []
+        with self.file.path.open("rb") as file:
+            for index in indices.tolist():
+                step, identity, reward, *rest = self._head(file.fileno(), self.offsets[index])
+                found.append([index, step, identity, None if math.isnan(reward) else reward, *rest])
+        return found
+
+    def select(self, order: str, mixed: bool, step: int | None, lowest: float | None) -> np.ndarray:
+        """int64 [N]: episodes in ``order`` (newest, oldest, best, worst), of those with several versions (``mixed``),
+        of one step, with at least the reward ``lowest``."""
+        if order in ("newest", "oldest") and not mixed and step is None and lowest is None:
+            everything = np.arange(len(self))
+            return everything if order == "oldest" else everything[::-1]
+        self.index()
+        rewards, steps = np.frombuffer(self.rewards), np.frombuffer(self.steps, np.int32)
+        keep = steps != UNREADABLE
+        if mixed:
+            keep &= np.frombuffer(self.oldest, np.int32) != np.frombuffer(self.newest, np.int32)
+        if step is not None:
+            keep &= steps == step
+        if lowest is not None:
+            keep &= rewards >= lowest
+        chosen = np.flatnonzero(keep)
+        if order in ("best", "worst"):
+            values = np.nan_to_num(rewards[chosen], nan=-np.inf)
+            return chosen[np.argsort(-values if order == "best" else values, kind="stable")]
+        return chosen if order == "oldest" else chosen[::-1]
+
+    def record(self, index: int) -> dict[str, Any]:
+        """One whole episode. Raises ValueError where its line is none."""
+        record: dict[str, Any] = json.loads(self.file.line_at(self.offsets[index]))
+        return record
+
+    def _head(self, descriptor: int, offset: int) -> tuple[int, str, float, int, int, int]:
+        """(Step, id, reward, tokens, oldest, newest version) of the line at ``offset``."""
+        found = EPISODE_HEAD.match(os.pread(descriptor, HEAD_BYTES, offset))
+        if found is not None:
+            step, identity, reward, tokens, oldest, newest = found.groups()
+            name = identity.decode(errors="replace") if b"\\" not in identity else json.loads(b'"' + identity + b'"')
+            return int(step), name, float(reward.strip(b'"')), int(tokens), int(oldest), int(newest)
+        try:  # a long or an odd one
+            record = json.loads(self.file.line_at(offset))
+            versions = [version for turn in record["turns"] for version, _ in turn["versions"]] or [0]
+            tokens = sum(turn["tokens"] for turn in record["turns"])
+            reward = float(record["reward"])
+            return int(record["step"]), str(record["episode_id"]), reward, tokens, min(versions), max(versions)
+        except (ValueError, TypeError, KeyError):
+            return UNREADABLE, "this line is not readable", math.nan, 0, 0, 0

@@ -1,0 +1,67 @@
+"""Files of lines that may still be growing: what is new, whole lines only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+CHUNK_BYTES = 1 << 20
+"""Small, as whoever works on a chunk keeps others from running."""
+NEWLINE = 10
+
+
+class GrowingFile:
+    """Reads a file in steps. A missing file is an empty one; one that shrank is read anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+        """Bytes read: the end of the last whole line."""
+        self.restarts = 0
+        """How often the file shrank: what was read before counts no more."""
+
+    @property
+    def exists(self) -> bool:
+        return self.path.exists()
+
+    def new_lines(self) -> Iterator[tuple[int, bytes]]:
+        """(Offset, line without its end) of every whole line that was not read before."""
+        for first, data in self.new_chunks():
+            start = 0
+            while (end := data.find(b"\n", start)) >= 0:
+                yield first + start, data[start:end]
+                start = end + 1
+
+    def new_starts(self) -> Iterator[np.ndarray]:
+        """int64 [N]: the same lines' offsets, many at a time."""
+        for first, data in self.new_chunks():
+            ends = np.flatnonzero(np.frombuffer(data, np.uint8) == NEWLINE)
+            yield np.concatenate([[first], first + ends[:-1] + 1])
+
+    def new_chunks(self) -> Iterator[tuple[int, bytes]]:
+        """(Offset, whole lines) of what was not read before."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self.offset:
+                    self.offset, self.restarts = 0, self.restarts + 1
+                first = file.seek(self.offset)
+                rest = b""
+                while chunk := file.read(CHUNK_BYTES):
+                    data = rest + chunk if rest else chunk
+                    length = data.rfind(b"\n") + 1
+                    rest = data[length:]
+                    if length:
+                        self.offset = first + length
+                        yield first, data[:length]
+                        first += length
+        except FileNotFoundError:
+            if self.offset:
+                self.offset, self.restarts = 0, self.restarts + 1
+
+    def line_at(self, offset: int) -> bytes:
+        """The line that begins at ``offset``."""
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            return file.readline()

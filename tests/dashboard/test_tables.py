@@ -1,0 +1,207 @@
+"""Reading a run's files while they grow, as they are: half written, broken, missing, rewritten."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forge_async.dashboard import view
+from forge_async.dashboard.episodes import EpisodeTable
+from forge_async.dashboard.lines import GrowingFile
+from forge_async.dashboard.tables import EventTable, MetricsTable
+from forge_async.dashboard.timeline import SHOWN_WHOLE, SpanTable
+from forge_async.dashboard.view import RunView
+from forge_async.errors import ConfigError
+from forge_async.testing.run_folder import write_run
+
+
+def test_a_line_is_read_once_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    file = GrowingFile(path)
+    assert list(file.new_lines()) == []
+    path.write_bytes(b'{"n": 1}\n{"n"')
+    assert list(file.new_lines()) == [(0, b'{"n": 1}')]
+    assert list(file.new_lines()) == []
+    with path.open("ab") as more:
+        more.write(b': "\xc3\xa9"}\n{"n": 3}\n')
+    assert [line.decode() for _, line in file.new_lines()] == ['{"n": "é"}', '{"n": 3}']
+    assert file.line_at(9) == '{"n": "é"}\n'.encode()
+
+
+def test_lines_longer_than_a_chunk_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge_async.dashboard.lines.CHUNK_BYTES", 7)
+    lines = [b"x" * n for n in (0, 3, 6, 7, 8, 40)]
+    (tmp_path / "a").write_bytes(b"\n".join(lines) + b"\nrest")
+    assert [line for _, line in GrowingFile(tmp_path / "a").new_lines()] == lines
+
+
+def test_a_file_that_was_made_anew_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 2.0}\n')
+    table = MetricsTable(path)
+    table.want(["loss"])
+    table.update()
+    generation = table.generation
+    path.write_text('{"step": 1, "loss": 5.0}\n')
+    table.update()
+    assert (table.steps, table.columns["loss"]) == ([1], [5.0])
+    assert table.generation != generation
+    path.unlink()
+    table.update()
+    path.write_text('{"step": 1, "loss": 7.0}\n')
+    table.update()
+    assert table.columns["loss"] == [7.0]
+
+
+def test_metrics_have_a_value_per_step_and_the_last_of_a_step_counts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [
+        {"step": 1, "at": 10.0, "loss": 1.0, "histogram": [1, 2], "name": "a"},
+        {"step": 2, "at": 11.0, "loss": "nan", "mine": 0.5},
+        {"step": 3, "at": 12.0},
+        {"step": 2, "at": 20.0, "loss": 4.0},  # after a resume from version 1
+        {"step": 3, "at": 21.0, "loss": 0.123456789},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    table = MetricsTable(path)
+    table.want(["loss", "never"])
+    table.update()
+    assert table.columns == {"loss": [1.0, None, None], "never": [None, None, None]}
+    table.want(["mine", "loss"])
+    table.update()
+    assert table.columns["mine"] == [None, 0.5, None]
+    assert (table.steps, table.columns["loss"]) == ([1, 2, 3], [1.0, None, None])
+    assert table.keys == ["at", "loss", "mine"]
+    generation = table.generation
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table.update()
+    assert (table.steps, table.columns["loss"]) == ([1, 2, 3], [1.0, 4.0, 0.123456789])
+    assert table.generation != generation, "what a page has is void"
+    assert table.since(1, ["loss", "never"]) == {"loss": [4.0, 0.123457], "never": [None, None]}
+
+
+def test_broken_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"kind": "start", "at": 1}\nnot json\n[1]\n{"no kind": 1}\n\n{"kind": "ready", "at": 2}\n')
+    table = EventTable(path)
+    table.update()
+    assert (table.count, table.broken) == (2, 3)
+    assert [event["n"] for event in table.recent(after=1)] == [2]
+
+
+def test_episodes_are_found_without_parsing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = write_run(tmp_path, steps=30, episodes_per_step=3)
+    with paths.episodes.open("a") as file:
+        file.write('{"step": 31, "episode_id": "cut off", "rew')
+    with monkeypatch.context() as patch:
+        patch.setattr("forge_async.dashboard.tables.json", None)
+        table = EpisodeTable(paths.episodes)
+        table.update()
+    records = [json.loads(line) for line in paths.episodes.read_text().splitlines()[:-1]]
+    assert len(table) == len(records) == 90
+    everything = table.rows(table.select("oldest", False, None, None))
+    assert everything == [
+        [i, r["step"], r["episode_id"], r["reward"], r["tokens"], r["oldest"], r["newest"]]
+        for i, r in enumerate(records)
+    ]
+    assert table.record(41) == records[41]
+    mixed = [row[0] for row in table.rows(table.select("newest", True, None, None))]
+    assert mixed == [i for i, r in reversed(list(enumerate(records))) if len(r["turns"][0]["versions"]) > 1]
+    assert [row[1] for row in table.rows(table.select("newest", False, 7, None))] == [7, 7, 7]
+    best = [row[3] for row in table.rows(table.select("best", False, None, 0.5))]
+    assert best == sorted((r["reward"] for r in records if r["reward"] >= 0.5), reverse=True)
+    assert len(table.select("worst", False, 999, None)) == 0
+
+
+def test_an_episode_whose_reward_is_no_number_is_listed(tmp_path: Path) -> None:
+    turns = [{"versions": [[3, 2]], "tokens": 2}]
+    head = {"step": 1, "episode_id": 'a "quoted" é', "reward": "nan", "tokens": 2, "oldest": 3, "newest": 3}
+    (tmp_path / "e").write_text(
+        json.dumps(head | {"turns": turns})
+        + "\n"
+        + json.dumps({"reward": 1, "step": 2, "episode_id": "b", "turns": turns})
+        + "\n"
+    )
+    table = EpisodeTable(tmp_path / "e")
+    table.update()
+    rows = table.rows(table.select("oldest", False, None, None))
+    assert rows[1] == [1, 2, "b", 1.0, 2, 3, 3]
+    assert rows[0][3] is None
+    assert [row[0] for row in table.rows(table.select("best", False, None, None))] == [1, 0]
+
+
+def test_a_window_of_the_timeline_has_what_is_in_it(tmp_path: Path) -> None:
+    paths = write_run(tmp_path, steps=10)
+    table = SpanTable(paths.spans)
+    table.update()
+    lanes = {lane["lane"]: lane["spans"] for lane in table.window(table.first, table.last, 800)}
+    assert list(lanes) == ["trainer 0", "generator 0", "generator 0 weights", "rewards worker 0"]
+    assert len(lanes["generator 0"]) == 30
+    names = list(table.names)
+    first = lanes["generator 0"][0]
+    assert (names[first[0]], first[2], first[3], first[4]) == ("generate", 0.6, 0, 1)
+    at = table.first + 2
+    inside = {lane["lane"]: lane["spans"] for lane in table.window(at, at + 0.9, 800)}
+    assert [names[span[0]] for span in inside["trainer 0"]] == ["wait", "train"]
+
+
+def test_more_spans_than_pixels_show_what_took_most_of_each(tmp_path: Path) -> None:
+    with (tmp_path / "spans.jsonl").open("w") as file:
+        for i in range(4 * SHOWN_WHOLE):  # per second 0.7 s of a, then 0.2 s of b; in the middle a long c
+            name, at, s = ("a", i / 2, 0.7) if i % 2 == 0 else ("b", i / 2 + 0.25, 0.2)
+            file.write(json.dumps({"actor": "x", "lane": "main", "name": name, "at": at, "s": s}) + "\n")
+        file.write(json.dumps({"actor": "x", "lane": "main", "name": "c", "at": 1000.0, "s": 500.0}) + "\n")
+    table = SpanTable(tmp_path / "spans.jsonl")
+    table.update()
+    (lane,) = table.window(0.0, 3000.0, 300)
+    names = [list(table.names)[span[0]] for span in lane["spans"]]
+    assert names == ["a", "c", "a"]
+    starts, seconds, counts = (np.array([span[i] for span in lane["spans"]]) for i in (1, 2, 4))
+    np.testing.assert_allclose(starts, [0, 1000, 1500], atol=10)
+    np.testing.assert_allclose(seconds, [1000, 500, 1500], atol=20)
+    assert abs(counts.sum() - 4 * SHOWN_WHOLE - 1) < 1
+
+
+def test_what_the_page_draws_is_read_ahead(tmp_path: Path) -> None:
+    curves = (Path(view.__file__).parent / "static/curves.js").read_text()
+    keys = re.findall(r'"?([\w/]+)"?: \["[^"]+", "--', curves.partition("export const SERIES")[0])
+    assert set(keys) == set(view.DRAWN)
+    run = RunView(write_run(tmp_path, steps=50).path)
+    run.read_ahead().join(10)
+    assert (len(run.metrics.steps), run.events.count, len(run.episodes.steps)) == (50, 153, 200)
+
+
+def test_an_empty_folder_is_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    empty = RunView(tmp_path)
+    state = empty.state(0, 0, 0, ["reward"])
+    assert state["run"] == {"state": "empty"}
+    assert state["missing"] == ["metrics.jsonl", "events.jsonl", "episodes.jsonl", "spans.jsonl"]
+    assert empty.episode_rows(0, 10, "best", True, None, None)["rows"] == []
+    assert empty.timeline(None, None, 100)["lanes"] == []
+    with pytest.raises(ConfigError, match="RUN"):
+        RunView(tmp_path / "nowhere")
+
+
+def test_how_a_run_stands_is_told_by_its_events(tmp_path: Path) -> None:
+    import time
+
+    def state(*events: dict[str, object]) -> str:
+        (tmp_path / "events.jsonl").write_text("".join(json.dumps({"t": 0, **event}) + "\n" for event in events))
+        return str(RunView(tmp_path).state(0, 0, 0, [])["run"]["state"])
+
+    now = time.time()
+    start, ready = {"at": now, "kind": "start"}, {"at": now, "kind": "ready"}
+    assert state(start) == "starting"
+    assert state(start, ready) == "running"
+    (tmp_path / "status.json").write_text('{"state": "paused"}')
+    assert state(start, ready) == "paused"
+    (tmp_path / "status.json").write_text('{"sta')  # not whole
+    assert state(start, ready) == "running"
+    assert state(start, ready, {"at": now, "kind": "end", "outcome": "failed"}) == "failed"
+    assert state(start, {"at": now, "kind": "end", "outcome": "failed"}, start, ready) == "running", "resumed"
+    (tmp_path / "status.json").unlink()
+    assert state({"at": now - 3600, "kind": "start"}) == "silent"

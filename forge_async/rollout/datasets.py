@@ -187,6 +187,9 @@ def _row(columns: dict[str, Any], config: DatasetConfig, where: str) -> Row:
         raise DataError(f"{where}: the prompt is {type(content).__name__}, not text or a list of messages.")
     if not content:
         raise DataError(f"{where}: the prompt is empty.")
+    for text in [content] if isinstance(content, str) else [message["content"] for message in content]:
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise DataError(f"{where}: the prompt has half a surrogate pair, which is no text: {ascii(text)[:80]}.")
     if config.answer_column and config.answer_column not in columns:
         raise DataError(
             f'{where}: no column {config.answer_column!r} (dataset.answer_column; "" for none). {_columns(columns)}'
@@ -256,6 +259,8 @@ def _jsonl_rows(config: DatasetConfig) -> list[Row]:
                     columns = json.loads(line)
                 except json.JSONDecodeError as error:
                     raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}.") from error
+                except (ValueError, RecursionError) as error:  # a number of thousands of digits, nested without end
+                    raise DataError(f"{where}: this JSON cannot be read: {error}.") from error
                 if not isinstance(columns, dict):
                     raise DataError(f"{where}: a JSON object is needed, this is a {type(columns).__name__}.")
                 rows.append(_row(columns, config, where))

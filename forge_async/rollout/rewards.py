@@ -26,6 +26,9 @@ from forge_async.types import Prompt
 
 RewardFunction = Callable[[Prompt, str], float]
 
+LARGEST_REWARD = 1e15
+"""In size: the squares in a deviation must not overflow, nor float32 in the trainer."""
+
 
 @dataclass(frozen=True)
 class RewardFailure:
@@ -34,7 +37,7 @@ class RewardFailure:
     function: str
     """``module:function``, or ``""`` where no single function is to blame."""
     reason: str
-    """``raised``, ``timeout``, ``invalid`` (not a finite number) or ``worker_died``."""
+    """``raised``, ``timeout``, ``invalid`` (not a finite number, or a huge one) or ``worker_died``."""
     message: str
     """For people: names function, file, line and cause."""
 
@@ -83,7 +86,16 @@ def where_raised(error: BaseException) -> str:
     place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: " if frames else ""
     if isinstance(error, SyntaxError):
         place = f"{error.filename}:{error.lineno}: "
-    return f"{place}{type(error).__name__}: {error}"
+    return f"{place}{type(error).__name__}: {_in_short(error, str)}"
+
+
+def _in_short(value: object, shown: Callable[[object], str] = repr, length: int = 500) -> str:
+    """One line about a user's object, whatever its own ``__repr__`` or ``__str__`` does."""
+    try:
+        text = " ".join(shown(value).split())
+    except Exception as error:
+        return f"(a {type(value).__name__}, whose {shown.__name__}() raises {type(error).__name__})"
+    return text if len(text) <= length else text[:length] + "..."
 
 
 def score_completion(
@@ -95,7 +107,7 @@ def score_completion(
     for spec, function in zip(specs, functions, strict=True):
         try:
             raw = function(prompt, completion)
-        except (Exception, SystemExit) as error:  # a user's function may raise anything
+        except BaseException as error:  # a user's function may raise anything; it runs in a thread, so Ctrl-C does not
             return RewardFailure(spec.function, "raised", f"reward {spec.function} raised at {where_raised(error)}")
         try:
             value = float(raw)
@@ -103,10 +115,15 @@ def score_completion(
             value = math.nan
         if not math.isfinite(value):
             message = (
-                f"reward {spec.function} returned {raw!r} for prompt {prompt.prompt_id}; a finite number is needed"
+                f"reward {spec.function} returned {_in_short(raw)} for prompt {prompt.prompt_id}; "
+                "a finite number is needed"
             )
             return RewardFailure(spec.function, "invalid", message)
         values[spec.name] = value
+    total = weighted_sum(specs, values)
+    if not abs(total) <= LARGEST_REWARD:
+        message = f"the rewards {values} of prompt {prompt.prompt_id} add up to {total:g}, beyond {LARGEST_REWARD:g}"
+        return RewardFailure("", "invalid", message)
     return values
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import sys
 
 import numpy as np
@@ -125,12 +126,46 @@ def test_a_raising_function_is_named_with_file_line_and_cause(tmp_path):
     assert isinstance(leaves, RewardFailure) and "SystemExit: bye" in leaves.message
 
 
-@pytest.mark.parametrize("value", [None, "text", float("nan"), float("inf"), [1, 2], 10**400])
+class Unspeakable(BaseException):
+    """Cannot even be shown."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(), Unspeakable(), ValueError("a\n" * 9999)]
+)
+def test_whatever_a_function_raises_is_its_own_failure_in_one_line(error):
+    def raises(prompt, completion):
+        raise error
+
+    failure = score_completion(RewardConfig(functions=["a:f"]).specs, [raises], prompt(), "x")
+    assert isinstance(failure, RewardFailure) and failure.reason == "raised"
+    assert type(error).__name__ in failure.message and "\n" not in failure.message and len(failure.message) < 1000
+
+
+@pytest.mark.parametrize("values", [(1e200, 0.0), (1e308, 1e308), (-1e16, 1.0)])
+def test_rewards_whose_squares_would_overflow_are_failures(values):
+    specs = RewardConfig(functions=["a:f", "a:g"]).specs
+    functions = [lambda prompt, completion, value=value: value for value in values]
+    failure = score_completion(specs, functions, prompt(), "x")
+    assert isinstance(failure, RewardFailure) and failure.reason == "invalid"
+    assert "add up to" in failure.message and "0-0" in failure.message
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, "text", float("nan"), float("inf"), [1, 2], 10**400, 10**5000, [0] * 10**6, Unspeakable()],
+    ids=lambda value: type(value).__name__,
+)
 def test_a_value_that_is_no_finite_number_is_a_failure(value):
     specs = RewardConfig(functions=["a:f"]).specs
     failure = score_completion(specs, [lambda prompt, completion: value], prompt(), "x")
     assert isinstance(failure, RewardFailure) and failure.reason == "invalid"
-    assert "a:f returned" in failure.message and "0-0" in failure.message
+    assert "a:f returned" in failure.message and "0-0" in failure.message and len(failure.message) < 1000
 
 
 def test_true_and_numpy_numbers_count():

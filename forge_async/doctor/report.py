@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from forge_async.checks import fresh_prompts
 from forge_async.config import Config
@@ -78,7 +79,7 @@ async def check_gradient(config: Config) -> Finding:
 async def diagnose(config: Config) -> bool:
     """Print the report as it comes; True if everything passed."""
     console, failed = Console(), 0
-    console.print(f"doctor of {config.name}: {config.model.path}, {config.dataset.name or config.dataset.path}")
+    console.print(Text(f"doctor of {config.name}: {config.model.path}, {config.dataset.name or config.dataset.path}"))
     async for finding in examine(config):
         failed += not finding.passed
         table = Table.grid(padding=(0, 1))
@@ -86,9 +87,10 @@ async def diagnose(config: Config) -> bool:
         table.add_column(width=46)
         table.add_column()
         mark = "[green]ok[/]" if finding.passed else "[red]FAILED[/]"
-        table.add_row(mark, finding.check, finding.figure)
+        # Figures quote answers and messages of users, where a "[/INST]" is no markup.
+        table.add_row(mark, Text(finding.check), Text(finding.figure))
         if finding.remedy:
-            table.add_row("", "", f"[yellow]{finding.remedy}[/]")
+            table.add_row("", "", Text(finding.remedy, "yellow"))
         console.print(table)
     console.print(f"[red]{failed} checks failed[/]" if failed else "[green]all checks passed[/]")
     return not failed

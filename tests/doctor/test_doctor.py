@@ -200,10 +200,12 @@ async def test_the_exit_code_tells(config: Config, monkeypatch: pytest.MonkeyPat
         return examine
 
     monkeypatch.setattr(
-        report, "examine", saying(Finding("one", True, "1"), Finding("two", False, "2", "Turn it off."))
+        report, "examine", saying(Finding("one", True, "1 [/INST]"), Finding("two", False, "2", "Turn [a] off."))
     )
     assert not await report.diagnose(config)
     output = capsys.readouterr().out
-    assert "FAILED two" in output and "Turn it off." in output and "1 checks failed" in output
+    assert (
+        "FAILED two" in output and "Turn [a] off." in output and "1 [/INST]" in output and "1 checks failed" in output
+    )
     monkeypatch.setattr(report, "examine", saying(Finding("one", True, "1")))
     assert await report.diagnose(config)

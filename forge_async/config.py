@@ -148,6 +148,15 @@ class Config:
             self.buffer.min_group_size,
             f"at most rollout.group_size ({self.rollout.group_size})",
         )
+        loss = self.trainer.loss.resolved()
+        by_group = loss.baseline in ("group_mean", "leave_one_out") or loss.scale == "group_std"
+        require(
+            self.rollout.group_size >= 2 or not by_group,
+            "rollout.group_size",
+            self.rollout.group_size,
+            f"at least 2 with trainer.loss.baseline {loss.baseline!r} and trainer.loss.scale {loss.scale!r}",
+            "Every advantage would be 0, and nothing would be learnt.",
+        )
         require(
             self.trainer.max_sequence_tokens >= policy.max_model_len,
             "trainer.max_sequence_tokens",
@@ -349,26 +358,42 @@ def _set(tree: DictConfig, key: str, value: Any, keys: dict[str, Any]) -> None:
     if dataclasses.is_dataclass(kind):
         raise ConfigError(key, value, f"a mapping with {', '.join(f.name for f in dataclasses.fields(kind))}")
     allowed = _describe(kind)
-    if kind is float and isinstance(value, str):
+    if float in (kind, *typing.get_args(kind)):
         value = _as_float(value)
-    refused = ConfigError(key, value, allowed)
     if typing.get_origin(kind) is list and not isinstance(value, list):
         raise ConfigError(key, value, allowed, f"In brackets: {key}=[{value}].")
-    if (kind is int and isinstance(value, bool | float | str)) or (
-        (kind is bool and not isinstance(value, bool)) or (_is_text(kind) and not isinstance(value, str | None))
-    ):
-        raise refused
+    if parent == key and not _takes(kind, value):
+        raise ConfigError(key, value, allowed)
     try:
         OmegaConf.update(tree, key, _escape(value), force_add=typing.get_origin(kind) is dict)
     except OmegaConfBaseException as error:
         raise ConfigError(key, value, allowed, str(error).splitlines()[0]) from error
 
 
-def _as_float(text: str) -> float | str:
+def _takes(kind: Any, value: Any) -> bool:
+    """Whether a setting of this type takes the value as it is: OmegaConf would turn text and truth into numbers, and
+    look at the elements of lists only when they are read. It checks lists of dataclasses by itself."""
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) is list:
+        checked = dataclasses.is_dataclass(inner[0])
+        return isinstance(value, list) and (checked or all(_takes(inner[0], item) for item in value))
+    if typing.get_origin(kind) is dict:
+        return isinstance(value, dict)
+    if inner:
+        return any(_takes(each, value) for each in inner)
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def _as_float(value: Any) -> Any:
+    """Text that is a number as one, also in a list: ``1e-4`` is text in YAML 1.1."""
+    if isinstance(value, list):
+        return [_as_float(item) for item in value if item is not value]
     try:
-        return float(text)
+        return float(value) if isinstance(value, str) else value
     except ValueError:
-        return text
+        return value
 
 
 def _escape(value: Any) -> Any:

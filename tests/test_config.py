@@ -49,6 +49,7 @@ def test_base_files_are_read_first(config_file: Path, tmp_path: Path) -> None:
         ("reward.functions=['a:b', \"c.d:e\"]", ["a:b", "c.d:e"]),
         ("placement.trainer_cores=[1, 0]", [1, 0]),
         ("placement.trainer_cores=null", None),
+        ("reward.weights=[1e-1]", [0.1]),
     ],
 )
 def test_override_values_arrive_as_written(override: str, value: object) -> None:
@@ -79,6 +80,19 @@ def test_override_values_arrive_as_written(override: str, value: object) -> None
         ("policy.sampling.logit_bias={5: 1}", "policy.sampling.logit_bias", "a known setting"),
         ("policy.sampling.temperature=0", "policy.sampling.temperature", "above 0"),
         ("rollout.group_size=1", "buffer.min_group_size", "at most rollout.group_size (1)"),
+        ("buffer.min_group_size=1 rollout.group_size=1", "rollout.group_size", "at least 2 with trainer.loss.baseline"),
+        ("trainer.optimizer.eps=${x}", "trainer.optimizer.eps", "a number"),
+        ("trainer.loss.clip_high=${x}", "trainer.loss.clip_high", "a number or null"),
+        ("trainer.loss.clip_high=true", "trainer.loss.clip_high", "a number or null"),
+        ("reward.weights=[[1]]", "reward.weights", "a list, each element a number"),
+        ("policy.sampling.stop_token_ids=[{}]", "policy.sampling.stop_token_ids", "each element a whole number"),
+        ("policy.sampling.stop_token_ids=&a [*a]", "policy.sampling.stop_token_ids", "each element a whole number"),
+        ("placement.trainer_cores=[[1]]", "placement.trainer_cores", "each element a whole number or null"),
+        ("policy.sampling.temperature=.inf", "policy.sampling.temperature", "finite"),
+        ("policy.kv_cache_gib=.inf", "policy.kv_cache_gib", "finite"),
+        ("trainer.optimizer.weight_decay=.inf", "trainer.optimizer.weight_decay", "finite"),
+        ("trainer.optimizer.eps=.inf", "trainer.optimizer.eps", "finite"),
+        ("trainer.loss.overlong_penalty=.inf", "trainer.loss.overlong_penalty", "finite"),
         ("model.prepare=sft", "model.warmup_config", "a YAML file"),
         ("seed=-1", "seed", "from 0"),
         ("steps", "steps", "key=value"),
@@ -86,7 +100,7 @@ def test_override_values_arrive_as_written(override: str, value: object) -> None
 )
 def test_errors_name_key_value_and_what_is_allowed(override: str, key: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(None, [override])
+        load_config(None, override.split() if " " in override and override.count("=") > 1 else [override])
     assert caught.value.key == key
     assert words in str(caught.value)
 

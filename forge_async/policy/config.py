@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from forge_async.errors import require
@@ -41,7 +42,7 @@ class SamplingConfig:
     biased."""
 
     def __post_init__(self) -> None:
-        require(self.temperature >= 0, "temperature", self.temperature, "at least 0")
+        require(0 <= self.temperature < math.inf, "temperature", self.temperature, "at least 0, and finite")
         require(
             self.temperature == 0 or self.temperature >= 0.01,
             "temperature",
@@ -173,7 +174,7 @@ class PolicyConfig:
             "'copy' or 'auto' with enforce_eager=false",
             "CUDA graphs read parameters at fixed addresses.",
         )
-        require(self.kv_cache_gib > 0, "kv_cache_gib", self.kv_cache_gib, "greater than 0")
+        require(0 < self.kv_cache_gib < math.inf, "kv_cache_gib", self.kv_cache_gib, "greater than 0, and finite")
         require(
             self.sampling.max_tokens < self.max_model_len,
             "sampling.max_tokens",

@@ -175,7 +175,8 @@ class LossConfig:
         require(parts.max_ratio > 1 + high, "max_ratio", parts.max_ratio, f"above 1 + clip_high ({1 + high:g})")
         require(0 < self.max_log_ratio <= 80, "max_log_ratio", self.max_log_ratio, "above 0 and at most 80")
         require(0 <= share <= 1, "overlong_share", share, "between 0 and 1")
-        require(self.overlong_penalty >= 0, "overlong_penalty", self.overlong_penalty, "0 or more")
+        penalty = self.overlong_penalty
+        require(0 <= penalty < math.inf, "overlong_penalty", penalty, "0 or more, and finite")
         require(length is None or length >= 1, "constant_length", length, "null or at least 1")
         has_ratio = parts.surrogate != "policy_gradient"
         require(

@@ -28,6 +28,10 @@ UNASKED = ("abort", "release")
 """Kinds that a replay carries out by itself: they depend on time limits or have no answer."""
 
 
+LENGTHS = {"submit": 4, "abort": 2, "swap": 3, "hold": 2, "release": 1, "mode": 3, "announce": 2}
+"""Of the entries, by kind."""
+
+
 class Diverged(RunFailed):
     """A replay cannot go on as recorded; the message says where they part."""
 
@@ -68,18 +72,25 @@ def read_turns(path: Path) -> Iterator[tuple[int, int, list[Entry]]]:
         Diverged: a line is none of a turn, or out of order.
     """
     last = -1
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+    text = path.read_text(encoding="utf-8", errors="replace")  # what is no text is no turn either
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
         if not line.endswith("\n"):
             return
         try:
             turn, sampled, entries = json.loads(line)
-            ordered = turn > last and all(isinstance(item[0], str) for item in entries)
+            ordered = turn > last and all(map(_is_entry, entries))
         except (ValueError, TypeError, IndexError):
             ordered = False
         if not ordered:
             raise Diverged(f"{path}:{number} is not a turn after turn {last}: {line.strip()[:80]!r}")
         last = turn
         yield turn, sampled, entries
+
+
+def _is_entry(item: Any) -> bool:
+    kind = item[0]
+    named = kind not in ("submit", "abort") or isinstance(item[1], str)
+    return isinstance(item, list) and len(item) == LENGTHS.get(kind) and named
 
 
 class TurnSchedule:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forge_async.config import Config, load_config
-from forge_async.errors import ForgeError
+from forge_async.errors import ConfigError, ForgeError
 from forge_async.journal import LOOP_FILE, Line, machine, turns_file
-from forge_async.policy.turns import read_turns
+from forge_async.policy.turns import Diverged, read_turns
 
 FOR_EVER_S = 1e9
 """Time limits of the recorded run are part of its schedule; the replay has none of its own."""
@@ -22,6 +22,20 @@ CUTS = {
     "run": "the run was resumed",
 }
 """Kinds of lines after which nothing can be repeated, in words."""
+
+
+FIELDS: dict[str, dict[str, type]] = {
+    "run": {"config": str, "device": str, "threads": dict, "machine": dict},
+    "admit": {"prompt": str},
+    "done": {"request": str, "reason": str, "ids": str, "versions": list, "kv": list, "marks": str},
+    "failed": {"episode": str, "reason": str},
+    "batch": {"step": int, "groups": list, "digest": dict},
+    "step": {"step": int, "stats": dict},
+    "published": {"version": int, "digest": str},
+    "fault": {"what": str},
+    "hand": {"what": str},
+}
+"""What a line of each kind holds (``journal.py``): a file that was edited, or is another version's, may lack it."""
 
 
 class NotReplayable(ForgeError):
@@ -79,7 +93,13 @@ class Recorded:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
             file.write(head["config"])
             file.flush()
-            config: Config = load_config(file.name)
+            try:
+                config: Config = load_config(file.name)
+            except ConfigError as error:
+                raise NotReplayable(
+                    f"{path} holds a config that this version does not read: {error} Replay with the version that "
+                    "recorded it."
+                ) from error
         if config.resume:
             raise NotReplayable(f"{run} was resumed from a checkpoint: requests that were open then are not recorded.")
         return cls(folder, config, wanted, lines, _sessions(folder, config), list(_warnings(head)))
@@ -107,15 +127,23 @@ class Recorded:
 
 
 def _lines(path: Path) -> Iterator[Line]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
         if not line.endswith("\n"):
             return  # cut off when the run was killed
         try:
             content = json.loads(line)
         except ValueError as error:
             raise NotReplayable(f"{path}:{number} is not JSON: {error}") from error
-        if not isinstance(content, dict) or "k" not in content:
+        kind = content.get("k") if isinstance(content, dict) else None
+        fields = FIELDS.get(kind) if isinstance(kind, str) else None
+        if fields is None:
             raise NotReplayable(f"{path}:{number} is no line of a schedule: {line.strip()[:80]}")
+        for name, type_ in fields.items():
+            if not isinstance(content.get(name), type_):
+                raise NotReplayable(
+                    f"{path}:{number} is no line of kind {kind!r} of this version: {name} is {content.get(name)!r:.80}"
+                )
         yield content
 
 
@@ -125,8 +153,11 @@ def _sessions(folder: Path, config: Config) -> dict[str, int]:
         path = folder / turns_file(replica)
         if not path.is_file():
             raise NotReplayable(f"{path} is missing: the turns of replica {replica} were not recorded.")
-        for _, _, entries in read_turns(path):
-            sessions.update((session_of(item[1]), replica) for item in entries if item[0] == "submit")
+        try:
+            for _, _, entries in read_turns(path):
+                sessions.update((session_of(item[1]), replica) for item in entries if item[0] == "submit")
+        except Diverged as error:
+            raise NotReplayable(str(error)) from error
     return sessions
 
 

@@ -125,6 +125,41 @@ def test_what_depends_on_more_than_the_schedule_is_refused(tmp_path: Path) -> No
         Recorded.read(tmp_path / "lost")
 
 
+@pytest.mark.parametrize(
+    ("file", "number", "text", "words"),
+    [
+        ("loop.jsonl", 1, '{"k": "run", "config": "", "threads": {}, "machine": {}}', "device is None"),
+        ("loop.jsonl", 1, '{"k": "run", "config": "", "device": "cpu", "threads": [1], "machine": {}}', "threads is"),
+        (
+            "loop.jsonl",
+            1,
+            '{"k": "run", "config": "old: 3", "device": "cpu", "threads": {}, "machine": {}}',
+            "a config that this version does not read: old = 3: must be a known setting.*recorded it",
+        ),
+        ("loop.jsonl", 4, '{"k": ["admit"]}', "no line of a schedule"),
+        ("loop.jsonl", 4, '{"k": "unheard of"}', "no line of a schedule"),
+        ("loop.jsonl", 4, '{"k": "adm', "is not JSON"),
+        ("loop.jsonl", 4, '{"k": "admit"}', "prompt is None"),
+        ("loop.jsonl", 4, "\udcff", "is not JSON"),
+        ("replica-0.jsonl", 1, "\udcff", "is not a turn"),
+        ("replica-0.jsonl", 1, '[0, 0, [["submit"]]]', "is not a turn"),
+        ("replica-0.jsonl", 1, '[0, 0, [["submit", 5, 1, 1]]]', "is not a turn"),
+        ("replica-0.jsonl", 1, '[0, 0, [["unheard of", 5]]]', "is not a turn"),
+    ],
+)
+def test_a_schedule_that_was_edited_or_is_another_versions_is_refused(
+    tmp_path: Path, file: str, number: int, text: str, words: str
+) -> None:
+    write(tmp_path).close()
+    path = tmp_path / "schedule" / file
+    lines = path.read_text().splitlines()
+    lines[number - 1] = text
+    path.write_bytes(("\n".join(lines) + "\n").encode(errors="surrogateescape"))
+    with pytest.raises(NotReplayable, match=words) as caught:
+        Recorded.read(tmp_path)
+    assert file in str(caught.value)
+
+
 def test_a_run_that_was_killed_in_a_step_is_replayed_up_to_and_into_that_step(tmp_path: Path) -> None:
     journal = write(tmp_path)
     journal.batch(3, [group("0-2")], [sequence()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from forge_async.errors import ConfigError
 from forge_async.observability import RunFolder
 from forge_async.trainer.checkpoint import META_FILE
+
+NAME = re.compile(r"version-(\d+)")
 
 
 def version_of(checkpoint: Path) -> int:
@@ -25,7 +28,11 @@ class Checkpoints:
 
     def complete(self) -> list[Path]:
         """Oldest first; ``version-*.partial`` is one whose saving was cut off."""
-        return sorted(path.parent for path in self.folder.checkpoints.glob(f"version-*[0-9]/{META_FILE}"))
+        found = {
+            path.parent: NAME.fullmatch(path.parent.name) for path in self.folder.checkpoints.glob(f"*/{META_FILE}")
+        }
+        versions = {folder: int(match[1]) for folder, match in found.items() if match}
+        return sorted(versions, key=lambda folder: versions[folder])
 
     def newest(self) -> Path | None:
         found = self.complete()
@@ -39,13 +46,25 @@ class Checkpoints:
         """What the newest one says beside the trainer's state: ``version``, ``source`` and ``ledger``.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is none, or it is damaged.
         """
         newest = self.newest()
         if newest is None:
             raise ConfigError("resume", str(self.folder.path), "a run folder with a complete checkpoint")
-        state = json.loads((newest / META_FILE).read_text(encoding="utf-8"))
-        return state["extra"] | {"version": state["version"]}
+        try:
+            state = json.loads((newest / META_FILE).read_text(encoding="utf-8"))
+            found: dict[str, Any] = state["extra"] | {"version": int(state["version"])}
+            if not {"source", "ledger"} <= found.keys():
+                raise KeyError("source and ledger")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                "resume",
+                str(self.folder.path),
+                "a run folder whose newest checkpoint is whole",
+                f"{newest / META_FILE} is damaged ({type(error).__name__}: {error}). Remove {newest} to go on from the "
+                "one before.",
+            ) from error
+        return found
 
     def delete_old(self) -> None:
         for old in self.complete()[: -self.keep]:

@@ -366,7 +366,7 @@ def _set(tree: DictConfig, key: str, value: Any, keys: dict[str, Any]) -> None:
         raise ConfigError(key, value, allowed)
     try:
         OmegaConf.update(tree, key, _escape(value), force_add=typing.get_origin(kind) is dict)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, RecursionError) as error:  # YAML can hold a list that holds itself
         raise ConfigError(key, value, allowed, str(error).splitlines()[0]) from error
 
 

@@ -87,6 +87,7 @@ def test_override_values_arrive_as_written(override: str, value: object) -> None
         ("reward.weights=[[1]]", "reward.weights", "a list, each element a number"),
         ("policy.sampling.stop_token_ids=[{}]", "policy.sampling.stop_token_ids", "each element a whole number"),
         ("policy.sampling.stop_token_ids=&a [*a]", "policy.sampling.stop_token_ids", "each element a whole number"),
+        ("dataset.params.x=&a [*a]", "dataset.params.x", "a mapping"),
         ("placement.trainer_cores=[[1]]", "placement.trainer_cores", "each element a whole number or null"),
         ("policy.sampling.temperature=.inf", "policy.sampling.temperature", "finite"),
         ("policy.kv_cache_gib=.inf", "policy.kv_cache_gib", "finite"),

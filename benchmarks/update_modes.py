@@ -57,9 +57,9 @@ class Publisher:
     """Makes new weights live every few seconds, as the mode wants it, until told to stop."""
 
     def __init__(
-        self, engine: PolicyEngine, weights: list[dict[str, torch.Tensor]], every: float, train: float
+        self, engine: PolicyEngine, weights: list[dict[str, torch.Tensor]], every: float, train: float, holds: bool
     ) -> None:
-        self.engine, self.weights, self.every, self.train = engine, weights, every, train
+        self.engine, self.weights, self.every, self.train, self.holds = engine, weights, every, train, holds
         self.published = self._first = engine.version
         """The trainer's version."""
         self._stop = threading.Event()
@@ -71,7 +71,7 @@ class Publisher:
 
         stand_back(self.engine.config.update.pull_nice)
         while self.published - self._first < 20 and not self._stop.wait(self.every):
-            if self.engine.config.update.rules.holds:
+            if self.holds:
                 self.engine.hold(self.published).result()
                 time.sleep(self.train)
             self.published += 1
@@ -199,14 +199,16 @@ def main() -> None:
     if options.pair:
         modes = {name: modes[name] for name in ("no update", "never_stop keep")}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in modes}
-    measure(engine, replace(work(), lengths=[8] * len(lengths)), Publisher(engine, weights, 0, 0))  # warm-up
+    measure(engine, replace(work(), lengths=[8] * len(lengths)), Publisher(engine, weights, 0, 0, False))  # warm-up
     for repeat in range(options.repeats):
         for name, update in modes.items():
             if repeat and name not in ("no update", "never_stop keep"):
                 continue
-            engine.config = replace(config, update=update)
+            engine.set_mode(update.mode, update.kv).result()
             every = 0 if name == "no update" else options.every
-            runs[name].append(measure(engine, work(), Publisher(engine, weights, every, options.train)))
+            runs[name].append(
+                measure(engine, work(), Publisher(engine, weights, every, options.train, update.rules.holds))
+            )
             print(f"{name}: { {key: round(value, 2) for key, value in runs[name][-1].items()} }", flush=True)
     engine.stop()
 

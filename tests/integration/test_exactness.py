@@ -68,12 +68,6 @@ class Faulty(PolicyActor):
                 places.clear()  # they were made by the former mapping
 
     @concurrent_endpoint
-    async def set_mode(self, mode: str) -> None:
-        assert self._engine is not None
-        config = self._engine.config
-        self._engine.config = replace(config, update=replace(config.update, mode=mode))
-
-    @concurrent_endpoint
     async def cpu_seconds(self) -> float:
         return time.process_time()
 
@@ -242,7 +236,7 @@ async def test_a_split_replica_keeps_what_each_mode_promises(generators: Generat
     (handle,) = [replica.handle for replica in generators.split.replicas]
     assert handle is not None
     for mode in ("abort_resume", "abort_retry", "drain", "blocking", "never_stop"):
-        await handle.call("set_mode", mode)
+        await handle.call("set_mode", mode, "keep")
         version = await publish_other(generators, tmp_path / mode)
         before = (await handle.call_one("status"))["generated_tokens"]
         medium = replace(LONG, max_tokens=100)

@@ -207,9 +207,10 @@ def replay(
 
       forge-async replay runs/grpo_tiny --steps 10
     """
+    from forge_async.commands.folders import run_folder
     from forge_async.replay import replay as repeat
 
-    asyncio.run(repeat(run, steps, stall_s))
+    asyncio.run(repeat(run_folder(run).path, steps, stall_s))
 
 
 @app.command()
@@ -316,9 +317,10 @@ def dashboard(
 
       forge-async dashboard runs/grpo_tiny --control --port 8000
     """
+    from forge_async.commands.folders import run_folder
     from forge_async.dashboard.serve import open_dashboard
 
-    open_dashboard(Path(run), port, host, token, control)
+    open_dashboard(run_folder(run).path, port, host, token, control)
 
 
 @app.command()
@@ -332,9 +334,10 @@ def trace(
 
       forge-async trace runs/grpo_tiny
     """
+    from forge_async.commands.folders import run_folder
     from forge_async.observability.trace import write_trace
 
-    print(write_trace(run, output))
+    print(write_trace(run_folder(run).path, output))
 
 
 def show(content: Any) -> None:

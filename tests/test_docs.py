@@ -100,7 +100,7 @@ def test_the_replay_commands(
     assert len(lines) >= 2
     for line in lines:
         assert cli.main(shlex.split(line)[1:]) == 1
-        assert "schedule/loop.jsonl" in capsys.readouterr().err
+        assert "must be a run's folder" in capsys.readouterr().err
 
 
 def shown(command: str) -> list[list[str]]:

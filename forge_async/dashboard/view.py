@@ -22,8 +22,9 @@ DRAWN = (
 )
 """The series of the page's own charts, as in ``static/curves.js``."""
 
-SILENT_S = 30.0
-"""Seconds without a sign of life after which a run that has not ended is called silent."""
+SILENT_S, STARTING_S = 30.0, 600.0
+"""Seconds without a sign of life after which a run that has not ended is called silent: once it trains, and while its
+engines start."""
 
 
 class RunView:
@@ -158,12 +159,12 @@ class RunView:
         if not events.count:
             return {"state": "empty"}
         end, start = events.newest("end"), events.newest("start")
-        last = events.recent(after=events.count - 1)[0]
+        last, ready = events.recent(after=events.count - 1)[0], events.newest("ready") is not None
         if end is not None:
             state = str(end.get("outcome", "ended"))
-        elif time.time() - max(self._last_sign(), float(last.get("at", 0))) > SILENT_S:
+        elif time.time() - max(self._last_sign(), float(last.get("at", 0))) > (SILENT_S if ready else STARTING_S):
             state = "silent"
-        elif events.newest("ready") is None:
+        elif not ready:
             state = "starting"
         else:
             state = str((self._read_status() or {}).get("state", "running"))

@@ -126,7 +126,11 @@ class Summary:
         generators = " ".join(f"{share:.0%}" for share in self.idle_generators) or "-"
         rows = [
             ("steps", f"{self.steps} in {self.wall_s:.0f} s"),
-            ("reward", f"{_number(self.reward_first5)} (first 5 steps) → {_number(self.reward_last10)} (last 10)"),
+            (
+                "reward",
+                f"{_number(self.reward_first5)} (first {min(5, len(self.rewards))} steps) → "
+                f"{_number(self.reward_last10)} (last {min(10, len(self.rewards))})",
+            ),
             (
                 "swaps",
                 f"{self.swaps}, {self.swaps_in_flight} with requests in flight, "

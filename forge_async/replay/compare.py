@@ -97,7 +97,7 @@ class Replay(Journal):
                 raise Diverged(f"step {step}: {name} is {here.get(name)!r}, recorded was {recorded.get(name)!r}")
         self.compared["steps"] += 1
         self.tell(
-            f"step {step}: {self.batch_tokens} tokens, version {stats.version}, loss {stats.loss:.6g}, "
+            f"step {step}: {self.batch_tokens} tokens with prompts, version {stats.version}, loss {stats.loss:.6g}, "
             f"gradient norm {stats.grad_norm:.6g}: as recorded"
         )
 

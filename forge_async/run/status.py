@@ -22,7 +22,9 @@ class ReplicaStatus:
     respawns: int = 0
 
     def __str__(self) -> str:
-        told = "" if self.version is None else f", version {self.version}, {self.running} running"
+        told = "" if self.version is None else f", version {self.version}"
+        if told and self.state == "healthy":
+            told += f", {self.running} requests running when last asked"
         return f"{self.state}{told}{f', {self.respawns} respawns' if self.respawns else ''}"
 
 
@@ -32,8 +34,8 @@ class Status(Shown):
 
     name: str
     state: str
-    """``new``, ``starting``, ``paused``, ``running``, ``pausing``, ``ended`` (all steps are trained), ``failed`` or
-    ``stopped``."""
+    """``new``, ``starting``, ``paused``, ``running``, ``pausing``, ``held`` (by its page), ``ended`` (all steps are
+    trained), ``failed`` or ``stopped``."""
     folder: Path | None = None
     version: int = 0
     """Policy version: optimizer steps done."""
@@ -70,7 +72,7 @@ class Status(Shown):
             "settings",
             f"learning rate {self.learning_rate:g}, temperature {self.temperature:g}, update mode {self.update_mode}",
         )
-        yield "buffer", f"{self.ready} ready, {self.in_flight} in flight"
+        yield "buffer", f"{self.ready} groups ready, {self.in_flight} prompts in flight"
         yield "prompts", f"{self.admitted} admitted, {self.trained} trained, dropped: {dropped}"
         for index, replica in enumerate(self.replicas):
             yield f"replica {index}", str(replica)

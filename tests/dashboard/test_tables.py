@@ -205,3 +205,4 @@ def test_how_a_run_stands_is_told_by_its_events(tmp_path: Path) -> None:
     assert state(start, {"at": now, "kind": "end", "outcome": "failed"}, start, ready) == "running", "resumed"
     (tmp_path / "status.json").unlink()
     assert state({"at": now - 3600, "kind": "start"}) == "silent"
+    assert state({"at": now - 100, "kind": "start"}) == "starting", "engines take their time, and say nothing meanwhile"

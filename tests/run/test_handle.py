@@ -170,7 +170,11 @@ def test_an_answer_cap_below_what_the_task_needs_is_named_within_the_first_step(
 def test_a_status_shows_itself_as_text_and_as_html() -> None:
     status = Status("x", "failed", steps=9, replicas=(ReplicaStatus("healthy", 3, 2, 1),), failure="<died>")
     text, page = repr(status), status._repr_html_()
-    assert "run x: failed" in text and "healthy, version 3, 2 running, 1 respawns" in text and "<died>" in text
+    assert (
+        "run x: failed" in text
+        and "healthy, version 3, 2 requests running when last asked, 1 respawns" in text
+        and "<died>" in text
+    )
     assert "&lt;died&gt;" in page and "<died>" not in page
 
 

@@ -309,7 +309,7 @@ def test_make_targets() -> None:
     ]
     assert planned("grpo", "ARGS=seed=1", "EXTRA=cuda", "VENV=v")[0] == "tools/setup.sh v cuda"
     assert planned("grpo", "ARGS=seed=1")[1].endswith("configs/grpo_tiny.yaml seed=1")
-    assert planned("test")[1] == ".venv/bin/python -m pytest -n 2 --dist loadfile"
+    assert planned("test")[1] == ".venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder"
     assert planned("test", "TESTS=tests/buffer")[1] == ".venv/bin/python -m pytest tests/buffer"
     assert planned("check")[1] == ".venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy"
     assert "make check" in (ROOT / ".ci/run").read_text()

@@ -27,7 +27,8 @@ from safetensors.torch import load_file, save_file
 from forge_async.errors import ConfigError, ForgeError
 from forge_async.mesh import ActorHandle, MeshRuntime, ReplicaDied, Service
 from forge_async.policy import PolicyConfig, SamplingConfig
-from forge_async.policy.actor import DigestMismatchError, PolicyActor
+from forge_async.policy.actor import PolicyActor
+from forge_async.policy.attestation import DigestMismatchError
 from forge_async.policy.engine import PolicyEngine
 from forge_async.policy.life_cycle import spans_of
 from forge_async.store import TensorShard, WeightStore

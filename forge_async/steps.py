@@ -21,7 +21,6 @@ class Tally:
     """Versions that became live in a replica during the loop."""
     swaps_in_flight: int = 0
     """Those that happened while the replica had requests running."""
-    aborted_by_swap: int = 0
     digest_mismatches: int = 0
     trained_tokens: int = 0
     tokens_without_version: int = 0

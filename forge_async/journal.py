@@ -6,7 +6,7 @@
 ``k``          fields
 =============  ======================================================================================================
 ``run``        ``config`` (YAML), and what arithmetic depends on: ``device``, ``threads`` per process, ``machine``
-``admit``      ``prompt``: admitted now; a prompt whose work was lost may be admitted again
+``admit``      ``prompt``: admitted now, again where its work was lost; ``kept``: the episodes that it has from before
 ``done``       ``request``, ``reason``, and its tokens: ``ids``, ``versions``, ``kv``, ``marks``
 ``failed``     ``episode``, ``reason``
 ``batch``      ``step``, ``groups``: [prompt, [episodes], [rewards]] each, ``digest`` of what is trained
@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from forge_async.observability.jsonl import to_plain
-from forge_async.types import Completion, Group, StepStats, TrainingSequence
+from forge_async.types import Completion, Episode, Group, StepStats, TrainingSequence
 
 Line = dict[str, Any]
 
@@ -67,8 +67,8 @@ class Journal:
         """A run starts, or goes on after a resume."""
         self._note({"k": "run", "device": device, "threads": threads, "machine": machine(), "config": config})
 
-    def admitted(self, prompt_id: str) -> None:
-        self._note({"k": "admit", "prompt": prompt_id})
+    def admitted(self, prompt_id: str, kept: Sequence[Episode] = ()) -> None:
+        self._note({"k": "admit", "prompt": prompt_id, "kept": [episode.episode_id for episode in kept]})
 
     def completed(self, request_id: str, completion: Completion) -> None:
         if self._file is not None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -47,7 +47,7 @@ from forge_async.rollout.environment import Environment
 from forge_async.rollout.reward_worker import RewardPool
 from forge_async.rollout.rollout import rollout_group
 from forge_async.steps import Step, Tally, batch_sequences
-from forge_async.types import Completion, Group, Prompt, StepStats
+from forge_async.types import Completion, Episode, Group, Prompt, StepStats
 
 T = TypeVar("T")
 Record = Callable[..., None]
@@ -190,10 +190,11 @@ class AsyncLoop:
     async def _admit(self) -> None:
         """Start one rollout per admitted prompt; waits for room in the buffer, ends with the source."""
         while (prompt := await self.buffer.admit(self.source)) is not None:
-            self.journal.admitted(prompt.prompt_id)
-            self._start(self._rollout(prompt))
+            kept = self.buffer.kept(prompt.prompt_id)
+            self.journal.admitted(prompt.prompt_id, kept)
+            self._start(self._rollout(prompt, kept))
 
-    async def _rollout(self, prompt: Prompt) -> None:
+    async def _rollout(self, prompt: Prompt, kept: Sequence[Episode]) -> None:
         """Turn one prompt into a group for the buffer. Never raises for the rollout's own faults: they are its fate."""
         settings = self.config.rollout
         group = await rollout_group(
@@ -206,6 +207,7 @@ class AsyncLoop:
             timeout_s=settings.timeout_s,
             truncated=settings.truncated,
             on_failure=self._episode_failed,
+            kept=kept,
         )
         self.buffer.finish(group)
 

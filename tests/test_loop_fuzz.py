@@ -238,6 +238,7 @@ class History:
 @st.composite
 def configs(draw: Any) -> Config:
     window = draw(st.integers(0, 2))
+    stale = draw(st.sampled_from(("drop", "mask", "resume")))
     return Config(
         rollout=RolloutConfig(
             group_size=draw(st.integers(2, 3)), timeout_s=TIMEOUT_S, truncated=draw(st.sampled_from(("keep", "mask")))
@@ -252,9 +253,9 @@ def configs(draw: Any) -> Config:
             max_staleness=draw(st.integers(0, 3)),
             window=window,
             staleness_of=draw(st.sampled_from(("oldest", "mean", "newest") if window else ("oldest",))),
-            stale=draw(st.sampled_from(("drop", "mask"))),
+            stale=stale,
             drop_uniform_groups=draw(st.booleans()),
-            retries=draw(st.integers(0, 1)),
+            retries=draw(st.integers(stale == "resume", 1)),
             max_consecutive_drops=10**6,
         ),
     )

@@ -37,7 +37,8 @@ S. With more, finished groups go on past it for up to that many further steps, a
 The straggler pays: its tokens may be staler than S, and the gate (``gate.py``) drops the episode, masks these tokens,
 or lets them pass, as ``stale`` and ``staleness_of`` say. It keeps its slot meanwhile, so that S * G stragglers can be
 passed over at once, and training waits for the next one. The gate checks the tokens' own versions in every case; so
-what should not exist (tokens of a replica that was behind) is not trained either.
+tokens older than their group's stamp are not trained beyond the bound either: those of episodes that ``stale: resume``
+has kept of an earlier attempt, and what should not exist (tokens of a replica that was behind).
 
 No deadlock: when all open prompts have ended, the oldest-first batch satisfies the condition (it holds min(D(x), G)
 prompts with stamp <= x), and with w = u admission goes on until (S + 1) * G >= G prompts are open. So the loop waits
@@ -64,7 +65,7 @@ from forge_async.buffer.selection import completion_stratum, prompt_strata, stra
 from forge_async.buffer.starvation import DropWatch
 from forge_async.errors import ForgeError
 from forge_async.observability.tables import Listing
-from forge_async.types import Group, Prompt
+from forge_async.types import Episode, Group, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class _Open:
     prompt: Prompt
     stamp: int
     attempt: int  # 1 for the first
+    kept: tuple[Episode, ...] = ()  # of the attempt before
     group: Group | None = None  # set once it is finished
     versions: tuple[Versions, ...] = ()  # of the group's episodes
 
@@ -118,13 +120,14 @@ class RolloutBuffer:
         self.paused = False
         """Nothing is admitted: see :meth:`pause`."""
         self.stale_episodes: Counter[str] = Counter()
-        """Episodes that the gate found too old, by what it did: ``drop`` or ``mask``."""
+        """Episodes that the gate found too old, by what became of them: ``drop``, ``mask`` or ``resume``."""
         self.on_drop: Callable[[str, str], None] = lambda prompt_id, reason: None
         """Told of each prompt that is given up while the run goes on, with the reason."""
         self._open: dict[str, _Open] = {}  # in order of admission, hence of stamps
         self._batch: dict[str, None] = {}  # ids of the batch being trained; they stay open until trained()
         self._closed: set[str] = set()  # ids that close() dropped
-        self._again: deque[tuple[Prompt, int]] = deque()  # given back, each with its attempts so far
+        # Given back, each with its attempts so far and the episodes that it keeps.
+        self._again: deque[tuple[Prompt, int, tuple[Episode, ...]]] = deque()
         self._ended: str | None = None  # why no new prompt is admitted
         self._is_closed = False
         self._failure: ForgeError | None = None
@@ -219,9 +222,13 @@ class RolloutBuffer:
                     return self._enter(prompt, 0)
         return None
 
-    def _enter(self, prompt: Prompt, attempts: int) -> Prompt:
-        self._open[prompt.prompt_id] = _Open(prompt, self.policy_version, attempts + 1)
+    def _enter(self, prompt: Prompt, attempts: int, kept: tuple[Episode, ...] = ()) -> Prompt:
+        self._open[prompt.prompt_id] = _Open(prompt, self.policy_version, attempts + 1, kept)
         return prompt
+
+    def kept(self, prompt_id: str) -> tuple[Episode, ...]:
+        """The episodes that a prompt has from its earlier attempts; the others of its group are to be generated."""
+        return self._open[prompt_id].kept
 
     def finish(self, group: Group) -> bool:
         """Queue a finished group; False when it was not (too small, uniform, or the buffer is closed)."""
@@ -250,17 +257,21 @@ class RolloutBuffer:
         rewards = [episode.reward for episode in group.episodes]
         return self.config.drop_uniform_groups and max(rewards) - min(rewards) <= EQUAL_REWARDS
 
-    def _lose(self, prompt_id: str, reason: str) -> None:
-        """The prompt's work is lost: give it back to be generated anew, or drop it when that was tried often enough."""
+    def _lose(self, prompt_id: str, reason: str, kept: tuple[Episode, ...] = ()) -> None:
+        """The prompt's work, all but ``kept``, is lost: give it back to be generated anew, or drop it when that was
+        tried often enough."""
         entry = self._open[prompt_id]
-        if entry.attempt > self.config.retries:
+        if not self._may_retry(entry):
             self.drop(prompt_id, reason)
             return
         logger.info("prompt %s is generated anew (%s), attempt %d", prompt_id, reason, entry.attempt + 1)
         del self._open[prompt_id]
-        self._again.append((entry.prompt, entry.attempt))
+        self._again.append((entry.prompt, entry.attempt, kept))
         self.retried += 1
         self._wake()
+
+    def _may_retry(self, entry: _Open) -> bool:
+        return entry.attempt <= self.config.retries
 
     def drop(self, prompt_id: str, reason: str) -> None:
         """Give up a prompt; its slot is free at once. A no-op for prompts that :meth:`close` has dropped."""
@@ -330,7 +341,10 @@ class RolloutBuffer:
             if entry.group is None:
                 continue
             gated = gate(entry.group, entry.versions, self.trainer_version, self.config)
-            if gated.group is None:
+            if gated.dropped_episodes and self.config.stale == "resume" and self._may_retry(entry):
+                self.stale_episodes["resume"] += gated.dropped_episodes
+                self._lose(prompt_id, "stale", gated.fresh)
+            elif gated.group is None:
                 self._count_stale(gated)
                 self._lose(prompt_id, "stale")
             elif gated.dropped_episodes and self._uniform(gated.group):
@@ -401,7 +415,7 @@ class RolloutBuffer:
         """
         self._ended, self._is_closed = reason, True
         kept = {prompt_id: self._open[prompt_id] for prompt_id in self._batch if keep_batch}
-        for prompt_id in [*self._open, *(prompt.prompt_id for prompt, _ in self._again)]:
+        for prompt_id in [*self._open, *(prompt.prompt_id for prompt, _, _ in self._again)]:
             if prompt_id not in kept:
                 self._closed.add(prompt_id)
                 self.ledger.drop(prompt_id, reason)

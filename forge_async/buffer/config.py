@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from forge_async.errors import require
 
 STALENESS_OF = ("oldest", "mean", "newest")
-STALE = ("drop", "mask")
+STALE = ("drop", "mask", "resume")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ class BufferConfig:
     ones, before training waits for it. 0: training waits as soon as going on would make it too old."""
     stale: str = "drop"
     """What happens to an episode that is too old: ``drop`` leaves it out of its group; ``mask`` leaves only its tokens
-    older than max_staleness out of the loss, and its reward still counts in the baseline."""
+    older than max_staleness out of the loss, and its reward still counts in the baseline; ``resume`` gives the group
+    back to the generators, which keep its fresh episodes and generate the others anew, up to ``retries`` times, and
+    then leaves out what is too old."""
     max_open_groups: int | None = None
     """Most prompts admitted and not yet trained or dropped; null: (max_staleness + 1) x groups_per_step, the most that
     the bound allows. Where training is the slower side a lower cap keeps samples fresher, and with at most
@@ -39,7 +41,7 @@ class BufferConfig:
     their place (dynamic sampling)."""
     retries: int = 1
     """How often a prompt is generated anew when its work was lost: too few episodes were scored, or too few are fresh
-    enough. Then it is dropped."""
+    enough (with ``stale: resume``: not all). Then it is dropped, unless enough are left."""
     max_consecutive_drops: int | None = None
     """The run fails after this many drops without a trained group between, and warns after a quarter of them; null:
     32 x groups_per_step."""
@@ -71,6 +73,13 @@ class BufferConfig:
         )
         require(self.min_group_size >= 1, "min_group_size", self.min_group_size, "at least 1")
         require(self.retries >= 0, "retries", self.retries, "0 or more")
+        require(
+            self.stale != "resume" or self.retries > 0,
+            "retries",
+            self.retries,
+            "at least 1 with stale: resume",
+            "A resumed group is a further attempt at its prompt; without one, use stale: drop.",
+        )
         drops = self.max_consecutive_drops
         require(drops is None or drops >= 1, "max_consecutive_drops", drops, "null or at least 1")
 

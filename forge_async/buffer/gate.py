@@ -2,8 +2,8 @@
 
 With S = ``max_staleness``, H = S + ``window`` and the trainer at version u, the staleness of a token of version v is
 u - v. An episode is *too old* when the token that ``staleness_of`` names (or the mean over its tokens) is staler than
-S, or any token is staler than H. ``stale: drop`` removes such an episode; ``stale: mask`` leaves its tokens staler than
-S out of the loss. So of what is trained:
+S, or any token is staler than H. ``stale: drop`` removes such an episode, and so does ``resume``, after which the
+buffer may have it generated anew; ``mask`` leaves its tokens staler than S out of the loss. So of what is trained:
 
 =================  ================================================================  ==================
 ``staleness_of``   per episode                                                       every token at most
@@ -52,6 +52,8 @@ class Gated:
     """None when it cannot be trained any more."""
     dropped_episodes: int = 0
     masked_episodes: int = 0
+    fresh: tuple[Episode, ...] = ()
+    """What was not dropped, where something was; too few to be trained alone when ``group`` is None."""
 
 
 def too_old(versions: Versions, version: int, config: BufferConfig) -> bool:
@@ -89,4 +91,4 @@ def gate(group: Group, versions: Sequence[Versions], version: int, config: Buffe
         return Gated(replace(group, episodes=episodes), masked_episodes=count)
     episodes = tuple(episode for episode, too in zip(group.episodes, old, strict=True) if not too)
     enough = len(episodes) >= config.min_group_size
-    return Gated(replace(group, episodes=episodes) if enough else None, dropped_episodes=count)
+    return Gated(replace(group, episodes=episodes) if enough else None, dropped_episodes=count, fresh=episodes)

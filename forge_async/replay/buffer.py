@@ -12,7 +12,7 @@ from forge_async.buffer.gate import Versions, gate
 from forge_async.config import Config
 from forge_async.journal import Line
 from forge_async.policy.turns import Diverged
-from forge_async.types import Group, Prompt
+from forge_async.types import Episode, Group, Prompt
 
 
 class RecordedBuffer(RolloutBuffer):
@@ -20,35 +20,45 @@ class RecordedBuffer(RolloutBuffer):
 
     def __init__(self, config: Config, lines: Sequence[Line]) -> None:
         super().__init__(config.buffer)
-        self._admissions: deque[tuple[str, int]] = deque()
-        """(prompt, batches that were taken before it was admitted)."""
+        self._admissions: deque[tuple[str, int, list[str]]] = deque()
+        """(prompt, batches that were taken before it was admitted, episodes that it had from its attempt before)."""
         self._recorded: list[tuple[list[list[Any]], dict[str, int]]] = []
         """Per batch: its groups, and how often each prompt had been admitted."""
         admitted: Counter[str] = Counter()
         for line in lines:
             if line["k"] == "admit":
                 admitted[line["prompt"]] += 1
-                self._admissions.append((line["prompt"], len(self._recorded)))
+                self._admissions.append((line["prompt"], len(self._recorded), line["kept"]))
             elif line["k"] == "batch":
                 self._recorded.append((line["groups"], {prompt: admitted[prompt] for prompt, _, _ in line["groups"]}))
         self._taken = 0
         self._prompts: dict[str, Prompt] = {}
         self._finished: dict[str, list[Group]] = {}
+        """By prompt, the groups of its attempts."""
+        self._attempts: Counter[str] = Counter()
+        """By prompt, those that were admitted."""
+        self._kept: dict[str, tuple[Episode, ...]] = {}
 
     async def admit(self, source: Any) -> Prompt | None:
-        """The next recorded prompt, once as many batches were taken as before it."""
+        """The next recorded prompt, once as many batches were taken as before it and its attempt before has ended."""
         while self._ended is None and self._admissions:
             if self._failure is not None:
                 raise self._failure
-            prompt_id, batches = self._admissions[0]
-            if batches > self._taken:
+            prompt_id, batches, kept = self._admissions[0]
+            attempts = self._finished.get(prompt_id, [])
+            if batches > self._taken or len(attempts) < self._attempts[prompt_id]:
                 await self._changed.wait()
                 continue
             self._admissions.popleft()
+            self._attempts[prompt_id] += 1
+            self._kept[prompt_id] = tuple(e for e in attempts[-1].episodes if e.episode_id in kept) if attempts else ()
             if prompt_id not in self._prompts:
                 self._prompts[prompt_id] = self._next(source, prompt_id)
             return self._prompts[prompt_id]
         return None
+
+    def kept(self, prompt_id: str) -> tuple[Episode, ...]:
+        return self._kept[prompt_id]
 
     def _next(self, source: Any, prompt_id: str) -> Prompt:
         while True:

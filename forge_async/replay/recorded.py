@@ -26,7 +26,7 @@ CUTS = {
 
 FIELDS: dict[str, dict[str, type]] = {
     "run": {"config": str, "device": str, "threads": dict, "machine": dict},
-    "admit": {"prompt": str},
+    "admit": {"prompt": str, "kept": list},
     "done": {"request": str, "reason": str, "ids": str, "versions": list, "kv": list, "marks": str},
     "failed": {"episode": str, "reason": str},
     "batch": {"step": int, "groups": list, "digest": dict},

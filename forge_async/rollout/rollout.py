@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from forge_async.errors import DataError, ForgeError, RunFailed
@@ -36,6 +36,7 @@ async def rollout_group(
     timeout_s: float,
     truncated: str = "keep",
     on_failure: OnFailure | None = None,
+    kept: Sequence[Episode] = (),
 ) -> Group:
     """``n`` episodes of one prompt, at once. An episode that raises or takes too long is counted as failed, never
     scored.
@@ -45,6 +46,7 @@ async def rollout_group(
             its prefix) and the episode's.
         timeout_s: longest generation of one episode, seconds.
         truncated: with ``penalise``, an episode that ended by its token limit gets reward 0.
+        kept: episodes of the group that are there already, from an earlier attempt; only the others are generated.
 
     Raises:
         RunFailed: from ``generate`` or ``rewards``: going on is pointless. Other errors are the episodes' fates.
@@ -55,8 +57,12 @@ async def rollout_group(
         if on_failure is not None:
             on_failure(episode_id, reason, message)
 
+    there = {episode.episode_id: episode for episode in kept}
+
     async def attempt(index: int) -> Episode | None:
         episode_id = f"{prompt.prompt_id}.{index}"
+        if episode_id in there:
+            return there[episode_id]
         try:
             async with asyncio.timeout(timeout_s):
                 turns, text = await _converse(prompt, generate, environment, sampling, episode_id)

@@ -74,6 +74,8 @@ class Account:
     """Order of admission, over all attempts of all prompts."""
     stamp: int
     attempt: int
+    kept: dict[str, Episode] = field(default_factory=dict)
+    """What it has from its earlier attempts."""
     group: Group | None = None
     overtaken: int = 0
     """Younger groups that were trained while this one was open."""
@@ -125,7 +127,7 @@ class Schedule:
         self.model = Model(version=setting.start)
         self.policy = setting.start
         self.open: dict[str, Account] = {}
-        self.again: list[tuple[str, int]] = []
+        self.again: list[tuple[str, int, dict[str, Episode]]] = []
         self.prompts: dict[str, Prompt] = {}
         self.reissue: list[str] = []
         self.admissions = 0
@@ -210,9 +212,9 @@ class Schedule:
             assert prompt is (None if over else WAITS)
             return
         assert isinstance(prompt, Prompt)
-        name, attempt = prompt.prompt_id, 1
+        name, attempt, kept = prompt.prompt_id, 1, {}
         if self.again:
-            expected, attempts = self.again.pop(0)
+            expected, attempts, kept = self.again.pop(0)
             attempt = attempts + 1
         elif self.reissue:
             expected = self.reissue.pop(0)
@@ -226,7 +228,8 @@ class Schedule:
         assert name not in self.model.fates and name not in self.open
         if self.prompts.setdefault(name, prompt) is not prompt:
             assert (self.prompts[name].token_ids == prompt.token_ids).all()
-        self.open[name] = Account(prompt, self.admissions, self.policy, attempt)
+        assert {e.episode_id: e for e in self.buffer.kept(name)} == kept
+        self.open[name] = Account(prompt, self.admissions, self.policy, attempt, kept)
         self.admissions += 1
 
     def _skip_long(self) -> None:
@@ -251,12 +254,19 @@ class Schedule:
         size = 1 + self.choose(GROUP_SIZE) if self.choose(4) == 0 else GROUP_SIZE
         versions = [sorted(lowest + self.choose(width) for _ in range(1 + self.choose(4))) for _ in range(size)]
         uniform = self.choose(3) == 0
-        group = group_of(account.prompt, versions, [1.0 if uniform else float(index) for index in range(size)])
-        self.model.lengths[name] = "1-16"
+        rewards = [1.0 if uniform else float(index) for index in range(size)]
+        self._end(account, group_of(account.prompt, versions, rewards))
+
+    def _end(self, account: Account, made: Group) -> None:
+        """``made`` of this attempt, and what was there before."""
+        episodes = {episode.episode_id: episode for episode in made.episodes} | account.kept
+        group = Group(account.prompt, tuple(episodes.values()), failed=GROUP_SIZE - len(episodes))
+        name, size = account.prompt.prompt_id, len(episodes)
+        self.model.lengths[name] = "1-16" if size else "none"
         queued = self.buffer.finish(group)
         if size < self.config.min_group_size:
-            self._lose(name, "group_too_small")
-        elif (uniform or size == 1) and self.config.drop_uniform_groups:
+            self._lose(name, "group_too_small" if size else "failed")
+        elif self.config.drop_uniform_groups and len({episode.reward for episode in group.episodes}) == 1:
             self._drop(name, "uniform_reward")
         else:
             account.group = group
@@ -265,11 +275,8 @@ class Schedule:
     def fail(self) -> None:
         """No episode was scored: they raised, timed out, or their worker died too often."""
         name = self._running()
-        if name is None:
-            return
-        self.model.lengths[name] = "none"
-        assert not self.buffer.finish(group_of(self.open[name].prompt, [], []))
-        self._lose(name, "failed")
+        if name is not None:
+            self._end(self.open[name], group_of(self.open[name].prompt, [], []))
 
     def drop(self) -> None:
         name = self._running()
@@ -333,7 +340,9 @@ class Schedule:
                 elif c.stale == "mask":
                     kept[episode.episode_id] = [u - s for s in stale if s <= c.max_staleness]
             rewards = {e.reward for e in account.group.episodes if e.episode_id in kept}
-            if not any(kept.values()) or (c.stale == "drop" and len(kept) < c.min_group_size):
+            if c.stale == "resume" and len(kept) < len(account.group.episodes) and account.attempt <= c.retries:
+                self._lose(name, "stale", {e.episode_id: e for e in account.group.episodes if e.episode_id in kept})
+            elif not any(kept.values()) or (c.stale != "mask" and len(kept) < c.min_group_size):
                 self._lose(name, "stale")
             elif len(rewards) == 1 and c.drop_uniform_groups:
                 self._drop(name, "uniform_reward")
@@ -394,7 +403,7 @@ class Schedule:
         name = self._running()
         if name is not None:
             assert not self.buffer.finish(group_of(self.open[name].prompt, [[0]], [1.0])), "late work is not taken"
-        for name in [*self.open, *(name for name, _ in self.again)]:
+        for name in [*self.open, *(name for name, _, _ in self.again)]:
             self.model.undecided.remove(name)
             self.model.fates[name] = "run_ended"
         self.open, self.again = {}, []
@@ -413,11 +422,11 @@ class Schedule:
         del self.open[name]
         self._decide(name, reason)
 
-    def _lose(self, name: str, reason: str) -> None:
+    def _lose(self, name: str, reason: str, kept: dict[str, Episode] | None = None) -> None:
         account = self.open[name]
         if account.attempt <= self.config.retries:
             del self.open[name]
-            self.again.append((name, account.attempt))
+            self.again.append((name, account.attempt, kept or {}))
         else:
             self._drop(name, reason)
 

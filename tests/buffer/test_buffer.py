@@ -361,6 +361,50 @@ def test_what_a_slow_group_missed_is_generated_anew_or_dropped_as_stale():
         assert (at_once(buffer.admit(source)) is slow) == bool(retries)
 
 
+def make_mixed(prompt: Prompt, *versions: int) -> Group:
+    """One episode of one token per version."""
+    made = [make_group(prompt, version, size=len(versions)).episodes[i] for i, version in enumerate(versions)]
+    return Group(prompt, tuple(made))
+
+
+def test_a_resumed_group_keeps_its_fresh_episodes_and_the_others_are_generated_anew():
+    """max_staleness 1, trainer at 2: of versions 1, 0, 1 the second is too old."""
+    buffer = RolloutBuffer(BufferConfig(max_staleness=1, groups_per_step=1, stale="resume", retries=1), version=2)
+    source = prompts()
+    prompt = at_once(buffer.admit(source))
+    assert buffer.kept("p0") == ()
+    first = make_mixed(prompt, 1, 0, 1)
+    buffer.finish(first)
+    assert buffer.take() == [], "it goes back whole, though two are enough for a baseline"
+    assert buffer.open == 0 and buffer.ledger.fate("p0") == "in flight" and dict(buffer.stale_episodes) == {"resume": 1}
+    assert at_once(buffer.admit(source)) is prompt, "before new prompts"
+    assert buffer.kept("p0") == (first.episodes[0], first.episodes[2])
+    whole = Group(prompt, (first.episodes[0], make_mixed(prompt, 2, 2).episodes[1], first.episodes[2]))
+    buffer.finish(whole)
+    assert buffer.take() == [whole]
+    buffer.trained([whole], 3)
+    assert buffer.ledger.summary() == {"admitted": 1, "trained": 1, "dropped": {}}
+
+
+def test_a_group_that_was_resumed_often_enough_is_trained_without_what_is_too_old():
+    buffer = RolloutBuffer(BufferConfig(max_staleness=1, groups_per_step=1, stale="resume", retries=1), version=2)
+    source = prompts()
+    prompt = at_once(buffer.admit(source))
+    buffer.finish(make_mixed(prompt, 2, 0, 2))
+    assert buffer.take() == []
+    assert at_once(buffer.admit(source)) is prompt
+    again = make_mixed(prompt, 2, 0, 2)  # of a replica that is behind
+    buffer.finish(again)
+    (group,) = buffer.take()
+    assert group.episodes == (again.episodes[0], again.episodes[2])
+    assert dict(buffer.stale_episodes) == {"resume": 1, "drop": 1, "mask": 0}
+
+
+def test_resume_without_a_retry_is_refused():
+    with pytest.raises(ConfigError, match=r"retries = 0: must be at least 1 with stale: resume.*use stale: drop"):
+        BufferConfig(stale="resume", retries=0)
+
+
 # --- lost work
 
 

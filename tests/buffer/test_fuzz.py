@@ -49,16 +49,17 @@ def settings_of_a_schedule(draw: Any) -> Setting:
     window = draw(st.integers(0, 3))
     size = draw(st.integers(1, 3))
     spare = draw(st.none() | st.integers(0, 4))
+    stale = draw(st.sampled_from(("drop", "mask", "resume")))
     config = BufferConfig(
         max_staleness=draw(st.integers(0, 3)),
         window=window,
         staleness_of=draw(st.sampled_from(("oldest", "mean", "newest") if window else ("oldest",))),
-        stale=draw(st.sampled_from(("drop", "mask"))),
+        stale=stale,
         groups_per_step=size,
         max_open_groups=None if spare is None else size + spare,
         min_group_size=draw(st.integers(1, 3)),
         drop_uniform_groups=draw(st.booleans()),
-        retries=draw(st.integers(0, 2)),
+        retries=draw(st.integers(1 if stale == "resume" else 0, 2)),
         train_partial_batch=draw(st.booleans()),
         max_consecutive_drops=10**6,
     )
@@ -135,7 +136,12 @@ def mask_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost_work_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RolloutBuffer, "_lose", lambda self, prompt_id, reason: self.drop(prompt_id, reason))
+    patch.setattr(RolloutBuffer, "_lose", lambda self, prompt_id, reason, kept=(): self.drop(prompt_id, reason))
+
+
+def resume_that_forgets(patch: pytest.MonkeyPatch) -> None:
+    original = RolloutBuffer._lose
+    patch.setattr(RolloutBuffer, "_lose", lambda self, prompt_id, reason, kept=(): original(self, prompt_id, reason))
 
 
 def second_resume_that_forgets(patch: pytest.MonkeyPatch) -> None:
@@ -153,6 +159,7 @@ PLANTED = {
     "batches wait for more than they must": every_batch_waits_too_long,
     "a masked token is trained": mask_off_by_one,
     "lost work is not given back": lost_work_is_not_given_back,
+    "a resumed group forgets what it has": resume_that_forgets,
 }
 
 
@@ -161,7 +168,7 @@ def busy(seed: int) -> None:
     config = BufferConfig(
         max_staleness=1 + seed % 2,
         window=seed // 2 % 2,
-        stale=("drop", "mask")[seed // 4 % 2],
+        stale=("drop", "mask", "resume")[seed // 4 % 3],
         groups_per_step=1 + seed % 3,
         max_consecutive_drops=10**6,
     )
@@ -172,7 +179,7 @@ def busy(seed: int) -> None:
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(8):
+    for seed in range(12):
         busy(seed)
     PLANTED[fault](monkeypatch)
     with pytest.raises((AssertionError, ForgeError, KeyError, ValueError)):

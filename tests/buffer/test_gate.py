@@ -83,7 +83,7 @@ def test_the_bound_a_config_promises() -> None:
     assert BufferConfig(max_staleness=2, window=3, staleness_of="newest").token_bound == 5
     with pytest.raises(ConfigError, match="staleness_of = 'mean': must be 'oldest' while window is 0"):
         BufferConfig(staleness_of="mean")
-    with pytest.raises(ConfigError, match="stale = 'resume': must be one of drop, mask"):
-        BufferConfig(stale="resume")
+    with pytest.raises(ConfigError, match="stale = 'keep': must be one of drop, mask, resume"):
+        BufferConfig(stale="keep")
     with pytest.raises(ConfigError, match="window = -1"):
         BufferConfig(window=-1)

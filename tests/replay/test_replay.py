@@ -273,6 +273,45 @@ async def test_stale_tokens_are_masked_again_as_they_were(tmp_path: Path) -> Non
     assert repeated == recorded
 
 
+async def test_a_resumed_group_keeps_again_what_it_kept(tmp_path: Path) -> None:
+    """What comes to a run's buffer comes to its replay's: the second attempt begins once the first has ended."""
+    config = Config(buffer=BufferConfig(max_staleness=1, stale="resume", groups_per_step=1))
+    made = [Episode(f"0-0.{i}", "0-0", (Turn(completion(versions=(v,) * 3)),), float(i)) for i, v in enumerate((2, 0))]
+    anew = replace(made[1], turns=(Turn(completion(versions=(3, 3, 3))),))
+    lived, journal = RolloutBuffer(config.buffer, version=3), Journal(tmp_path)
+    source = iter([prompt("0-0")])
+
+    async def admit(buffer: RolloutBuffer) -> Prompt:
+        admitted = await buffer.admit(source)
+        assert admitted is not None
+        return admitted
+
+    one = await admit(lived)
+    journal.admitted("0-0", lived.kept("0-0"))
+    lived.finish(Group(one, tuple(made)))
+    assert lived.take() == []
+    await admit(lived)
+    journal.admitted("0-0", lived.kept("0-0"))
+    lived.finish(Group(one, (made[0], anew)))
+    recorded = lived.take()
+    journal.batch(1, recorded, [sequence()])
+    journal.close()
+
+    lines = [json.loads(line) for line in (tmp_path / "loop.jsonl").read_text().splitlines()]
+    again, source = RecordedBuffer(config, lines), iter([prompt("0-0")])
+    again.trainer_version = 3
+    one = await admit(again)
+    assert again.kept("0-0") == ()
+    second = asyncio.ensure_future(again.admit(source))
+    await asyncio.sleep(0)
+    assert not second.done(), "its attempt before still runs"
+    again.finish(Group(one, tuple(made)))
+    assert await second is one and again.kept("0-0") == (made[0],)
+    again.finish(Group(one, (made[0], anew)))
+    (repeated,) = [g async for batch in _first(again.batches()) for g in batch]
+    assert repeated.episodes == recorded[0].episodes == (made[0], anew)
+
+
 async def _first(batches: AsyncIterator[list[Group]]) -> AsyncIterator[list[Group]]:
     yield await anext(batches)
 

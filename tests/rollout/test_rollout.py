@@ -75,6 +75,16 @@ async def test_a_group_is_scored_function_by_function():
     assert group.episodes[0].metadata == {"text": "7"}
 
 
+async def test_only_what_a_group_lacks_is_generated():
+    first, _ = await run(Policy("7", "8", "eight"))
+    kept = (first.episodes[0], first.episodes[2])
+    policy = Policy("7", "-", "-")
+    group, _ = await run(policy, kept=kept)
+    assert len(policy.sessions) == 1, "one request, for the episode that is missing"
+    assert group.episodes[0] is kept[0] and group.episodes[2] is kept[1]
+    assert (group.episodes[1].episode_id, group.episodes[1].reward) == ("3-1.1", 1.0)
+
+
 async def test_failed_episodes_are_counted_and_the_rest_is_kept():
     aborted = completion_of("7", "abort")
     policy = Policy("7", None, ValueError("no luck"), "8", DataError("prompt too long for the policy"), aborted)

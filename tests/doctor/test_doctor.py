@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,11 @@ from forge_async.rollout.datasets import load_rows
 from forge_async.rollout.reward_worker import RewardPool
 from forge_async.run import engines, launch
 from forge_async.testing.models import ModelFactory
+from forge_async.trainer import gradient_check
 from forge_async.trainer.actor import TrainerActor
-from forge_async.trainer.gradient_check import GradientCheck
+from forge_async.trainer.engine import TrainerEngine
 from forge_async.types import Prompt
+from tests.trainer.faulty_trainers import NextLabels, PerRankDenominator
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
 
@@ -181,14 +184,14 @@ def test_faults_in_settings_and_data_are_found(config: Config, prompts: list[Pro
     assert not check_memory(dataclasses.replace(config, policy=greedy)).passed
 
 
-async def test_a_gradient_that_depends_on_ranks_is_reported(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What :func:`gradient_check` finds, and that it finds it, is tested beside it."""
-    from forge_async.trainer import gradient_check
-
-    wrong = GradientCheck({"processes": 0.4, "packing": 1e-7}, {"processes": "norm", "packing": "norm"}, 1e-4, 1.0, 9)
-    monkeypatch.setattr(gradient_check, "gradient_check", lambda *_: wrong)
+@pytest.mark.parametrize(("engine", "found"), [(PerRankDenominator, "processes"), (NextLabels, "one_by_one")])
+async def test_a_trainer_with_a_wrong_gradient_is_found(
+    config: Config, monkeypatch: pytest.MonkeyPatch, engine: type[TrainerEngine], found: str
+) -> None:
+    """Its ranks divide by their own tokens; its labels are shifted by one."""
+    monkeypatch.setattr(gradient_check, "gradient_check", partial(gradient_check.gradient_check, engine=engine))
     finding = await report.check_gradient(config)
-    assert not finding.passed and "4.0e-01 (processes)" in finding.figure
+    assert not finding.passed and f"({found})" in finding.figure and f"depends on {found}" in finding.remedy
 
 
 async def test_the_exit_code_tells(config: Config, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

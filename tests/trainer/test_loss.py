@@ -27,11 +27,12 @@ def run(
     index: list[int] | None = None,
     reference: list[float] | None = None,
     staleness: list[float] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[LossSums, list[float]]:
-    """The loss with weights of 1, and its gradient; float64, one sequence unless ``index`` says otherwise."""
+    """The loss with weights of 1, and its gradient; one sequence unless ``index`` says otherwise."""
 
     def values(given: list[float]) -> torch.Tensor:
-        return torch.tensor(given, dtype=torch.float64)
+        return torch.tensor(given, dtype=dtype)
 
     current = values(logprob).requires_grad_()
     places = index or [0] * len(logprob)
@@ -179,6 +180,7 @@ def test_a_token_without_a_finite_behaviour_logprob_leaves_loss_and_gradient(bad
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_log_ratio_of_100_is_finite(log_ratio: float, advantage: float, algorithm: str) -> None:
+    """In the trainer's float32, where exp(100) is not."""
     for level in ("token", "sequence"):
         for estimator in ("k1", "k2", "k3"):
             config = LossConfig(
@@ -187,10 +189,20 @@ def test_a_log_ratio_of_100_is_finite(log_ratio: float, advantage: float, algori
                 kl=KLConfig(coefficient=0.1, estimator=estimator),
             )
             behaviour = [-1.0 - log_ratio] * 2
-            sums, grad = run([-1.0, -1.0], behaviour, [advantage] * 2, config, reference=[-1.0 + log_ratio] * 2)
+            reference = [-1.0 + log_ratio] * 2
+            sums, grad = run([-1.0] * 2, behaviour, [advantage] * 2, config, None, reference, dtype=torch.float32)
             assert math.isfinite(float(sums.loss.detach()))
             assert torch.isfinite(sums.totals).all()
             assert all(math.isfinite(value) for value in grad)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_log_ratio_of_100_to_the_proximal_policy_is_finite(level: str) -> None:
+    """Its weight has no bound of its own where ``importance`` is none."""
+    config = LossConfig(correction=CorrectionConfig(level=level, proximal="recompute"))
+    sums, grad = run([-1.0] * 2, [-101.0] * 2, [1.0] * 2, config, dtype=torch.float32)
+    assert math.isfinite(float(sums.loss.detach())) and torch.isfinite(sums.totals).all()
+    assert all(math.isfinite(value) for value in grad)
 
 
 def test_no_token_gives_zero_with_a_gradient_path() -> None:

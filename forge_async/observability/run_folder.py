@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 from pathlib import Path
+from typing import IO
 
 from forge_async.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class RunPaths:
@@ -59,6 +64,10 @@ class RunPaths:
         return self.path / "schedule"
 
     @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
@@ -68,6 +77,7 @@ class RunFolder(RunPaths):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
+        self._claim: IO[str] | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
@@ -87,7 +97,7 @@ class RunFolder(RunPaths):
                 path = parent / (name if number == 1 else f"{name}-{number}")
                 try:
                     path.mkdir()
-                    return cls(path)
+                    return cls(path).claim()
                 except FileExistsError:
                     number += 1
         except OSError as error:
@@ -100,11 +110,41 @@ class RunFolder(RunPaths):
         """The folder of an earlier run, to resume it.
 
         Raises:
-            ConfigError: there is no run in it.
+            ConfigError: there is no run in it, or one that still goes on.
         """
         if not (Path(path) / "config.yaml").is_file():
             raise ConfigError("resume", str(path), "a run folder (one that holds config.yaml)")
-        return cls(path)
+        return cls(path).claim()
+
+    def claim(self) -> RunFolder:
+        """Keep others from writing here until :meth:`release`, or until this process ends, however it does.
+
+        Raises:
+            ConfigError: another run writes here.
+        """
+        self._claim = self.lock.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._claim.seek(0)
+            owner = self._claim.read().strip()
+            self.release()
+            allowed = f"a run folder that no running process writes to (process {owner} does)"
+            raise ConfigError("resume", str(self.path), allowed, "Stop that run first, or wait for its end.") from None
+        except OSError as error:
+            logger.warning(
+                "%s cannot be locked (%s): nothing keeps two runs from writing there", self.path, error.strerror
+            )
+        self._claim.truncate(0)
+        self._claim.write(str(os.getpid()))
+        self._claim.flush()
+        return self
+
+    def release(self) -> None:
+        """Let another run go on here."""
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
 
     def write_config(self, text: str) -> None:
         """Save the resolved config."""

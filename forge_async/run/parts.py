@@ -271,3 +271,5 @@ class Parts:
                 self.journal.close()
                 if runs and self.replay is None:
                     self.recording.conclude(self.summary(), outcome)
+            if hasattr(self, "folder"):
+                self.folder.release()

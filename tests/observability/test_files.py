@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,8 +218,33 @@ def test_a_run_folder_is_reopened_only_where_a_run_was(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"resume = .*must be a run folder"):
         RunFolder.open(folder.path)
     folder.write_config("steps: 3\n")
+    folder.release()
     assert RunFolder.open(folder.path).config.read_text() == "steps: 3\n"
-    assert sorted(p.name for p in folder.path.iterdir()) == ["checkpoints", "config.yaml"]
+    assert sorted(p.name for p in folder.path.iterdir()) == [".lock", "checkpoints", "config.yaml"]
+
+
+def test_a_run_folder_has_one_writer_until_it_is_released_or_its_process_ends(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "grpo")
+    folder.write_config("steps: 3\n")
+    with pytest.raises(ConfigError, match=rf"resume = .*grpo'?: must be .* \(process {os.getpid()} does\)"):
+        RunFolder.open(folder.path)
+    folder.release()
+    claims = (
+        "import os, signal, sys\n"
+        "from forge_async.observability import RunFolder\n"
+        "folder = RunFolder.open(sys.argv[1])\n"
+        "print('claimed', flush=True)\n"
+        "signal.pause()\n"
+    )
+    other = subprocess.Popen([sys.executable, "-c", claims, str(folder.path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "claimed\n"
+        with pytest.raises(ConfigError, match=rf"process {other.pid} does"):
+            RunFolder.open(folder.path)
+    finally:
+        other.kill()
+        other.wait()
+    RunFolder.open(folder.path).release()
 
 
 def test_an_unusable_output_folder_is_a_config_error(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from forge_async.observability import RunFolder
 from forge_async.replay import NotReplayable, Recorded
+from forge_async.run.checkpoints import Checkpoints
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -141,21 +143,29 @@ def test_a_killed_trainer_ends_the_run_with_cause_and_resume_command(app) -> Non
     assert not alive([*started["trainer"], *started["policy"]])
 
 
-@pytest.mark.parametrize("event", ["start", "step"])
+@pytest.mark.parametrize("event", ["start", "checkpoint"])
 def test_ctrl_c_ends_cleanly(app, event: str) -> None:
-    process = app.start("steps=500")
+    """In the engines' start; and while a checkpoint is written, a version published, and the next groups generated."""
+    process = app.start("steps=500", "checkpoint.every_steps=1")
     app.wait_for(process, event)
+    checkpoints = app.folder / "runs" / "tiny" / "checkpoints"
     if event == "start":
-        time.sleep(3)  # somewhere in the engines' start
+        time.sleep(3)
+    else:
+        deadline = time.monotonic() + 60
+        while not list(checkpoints.glob("*.partial")):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert "Traceback" not in output
     pids = [pid for e in app.events() if e["kind"] == "started" for pid in [*e["trainer"], *e["policy"]]]
     assert not alive(pids)
-    if event == "step":
+    if event == "checkpoint":
         ledger = app.summary()["ledger"]
         assert ledger["admitted"] == ledger["trained"] + sum(ledger["dropped"].values())
+        assert Checkpoints(RunFolder(app.folder / "runs" / "tiny")).read()["version"] >= 1, "what was saved is whole"
 
 
 def test_a_reward_that_raises_ends_the_run_and_names_function_and_cause(app) -> None:

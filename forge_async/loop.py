@@ -45,7 +45,7 @@ from forge_async.policy.config import SamplingConfig
 from forge_async.rollout.datasets import PromptSource
 from forge_async.rollout.environment import Environment
 from forge_async.rollout.reward_worker import RewardPool
-from forge_async.rollout.rollout import rollout_group
+from forge_async.rollout.rollout import Limits, rollout_group
 from forge_async.steps import Step, Tally, batch_sequences
 from forge_async.types import Completion, Episode, Group, Prompt, StepStats
 
@@ -208,6 +208,8 @@ class AsyncLoop:
             truncated=settings.truncated,
             on_failure=self._episode_failed,
             kept=kept,
+            limits=Limits(settings.max_turns, self.config.policy.max_model_len),
+            environment_weight=self.config.reward.environment_weight,
         )
         self.buffer.finish(group)
 

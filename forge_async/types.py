@@ -27,6 +27,9 @@ FloatArray = np.ndarray
 VersionArray = np.ndarray
 """int32 [T]: policy versions."""
 
+Message = dict[str, Any]
+"""A chat message: ``role`` and ``content``, both text, and what templates know besides, such as ``tool_call_id``."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -36,8 +39,7 @@ class Prompt:
     """
 
     prompt_id: str
-    messages: tuple[dict[str, str], ...]
-    """Chat messages, each with ``role`` and ``content``."""
+    messages: tuple[Message, ...]
     token_ids: IdArray
     """int32 [P]: the messages rendered by the chat template, generation prompt included."""
     answer: Any = None
@@ -126,7 +128,7 @@ class Turn:
     """One completion and what the environment answered (empty when the episode ended)."""
 
     completion: Completion
-    reply: tuple[dict[str, str], ...] = ()
+    reply: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,14 @@ class Episode:
     reward: float
     """Weighted sum of ``reward_parts``."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """Each reward function's own value, before weighting."""
+    """Each reward function's own value, and each part that the environment gave, before weighting."""
     metadata: dict[str, Any] = field(default_factory=dict)
     trained_since: int = 0
     """Tokens of older versions are left out of the loss (``buffer.stale: mask``)."""
+    opening: tuple[Message, ...] = ()
+    """The environment's messages between the prompt's and the first completion."""
+    cut: str = ""
+    """The limit that ended it while the environment had more to say: ``turns`` or ``context``; "" for none."""
 
     @property
     def policy_versions(self) -> VersionArray:
@@ -156,8 +162,9 @@ class Episode:
 
     @property
     def truncated(self) -> bool:
-        """True when the last completion ended by its token limit: the finish reason decides, no id comparison."""
-        return self.turns[-1].completion.finish_reason == "length"
+        """True when a limit ended it: that of turns, of the context, or the last completion's own (there the finish
+        reason decides, no id comparison)."""
+        return bool(self.cut) or self.turns[-1].completion.finish_reason == "length"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from forge_async.loop import AsyncLoop
 from forge_async.mesh import ReplicaDied, ServiceGaveUp
 from forge_async.policy.config import PolicyConfig, SamplingConfig, UpdateConfig
 from forge_async.rollout.config import RewardSpec, RolloutConfig
+from forge_async.rollout.environment import Environment
 from forge_async.types import Completion, Episode, Group, Prompt, StepStats, Turn
 
 
@@ -63,16 +64,18 @@ class Trainer:
 class Rewards:
     specs = (RewardSpec("m:f", 1.0, "f"),)
 
-    async def score(self, prompt: Prompt, completions: list[str]) -> list[dict[str, float]]:
+    async def score(self, prompt: Prompt, completions: list[str], conversations: Any) -> list[dict[str, float]]:
         return [{"f": float(prompt.prompt_id.rpartition("-")[2])} for _ in completions]
 
 
-class Text:
-    def decode(self, token_ids: np.ndarray) -> str:
+class Words:
+    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
         return "text"
 
-    async def reply(self, *args: Any) -> tuple[()]:
-        return ()
+
+class Text(Environment):
+    def __init__(self) -> None:
+        super().__init__(Words())
 
 
 def prompts(count: int) -> Any:

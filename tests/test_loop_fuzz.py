@@ -25,6 +25,7 @@ from forge_async.policy.config import PolicyConfig, SamplingConfig, UpdateConfig
 from forge_async.policy.updates import MODES
 from forge_async.rollout.config import DatasetConfig, RewardSpec, RolloutConfig
 from forge_async.rollout.datasets import PromptSource, Row
+from forge_async.rollout.environment import Session
 from forge_async.rollout.rewards import RewardFailure
 from forge_async.types import Completion, Prompt, StepStats
 from tests.buffer.schedules import Words
@@ -61,6 +62,34 @@ class FakeTimeLoop(asyncio.SelectorEventLoop):
         return self.clock.now
 
 
+class ChatWords(Words):
+    all_special_ids: tuple[int, ...] = ()
+
+    def apply_chat_template(self, messages: Any, **kwargs: Any) -> str:
+        return "".join(f"[{message['role']}]{message['content']}" for message in messages)
+
+    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
+        return "text"
+
+
+class Answers(Session):
+    """Answers none, one or more completions, as slow and as faulty as its world."""
+
+    def __init__(self, world: World, prompt: Prompt) -> None:
+        super().__init__(prompt)
+        self.world = world
+
+    async def reply(self, text: str, completion: Completion) -> list[dict[str, str]]:
+        await self.world.wait()
+        if self.world.fault():
+            raise ValueError("the environment broke")
+        return [{"role": "tool", "content": "go on"}] if self.world.random.random() < 0.3 else []
+
+    async def close(self) -> None:
+        self.world.sessions -= 1
+        await self.world.wait()
+
+
 class World:
     """The policy, the trainer and the rewards of one run, as slow and as faulty as ``random`` makes them."""
 
@@ -70,6 +99,7 @@ class World:
         self.random, self.version, self.policy_version = random, version, version
         self.slowness, self.faults = slowness, faults
         self.held_at, self.running, self.changed = -1, 0, asyncio.Condition()
+        self.sessions = 0
 
     async def wait(self) -> None:
         """Nothing, one turn of the event loop, or some seconds."""
@@ -144,16 +174,16 @@ class World:
 
     # --- environment and rewards
 
+    tokenizer = ChatWords()
+
     def decode(self, token_ids: np.ndarray) -> str:
         return "text"
 
-    async def reply(self, *args: Any) -> tuple[()]:
-        await self.wait()
-        if self.fault():
-            raise ValueError("the environment broke")
-        return ()
+    def session(self, prompt: Prompt, episode_id: str) -> Session:
+        self.sessions += 1
+        return Answers(self, prompt)
 
-    async def score(self, prompt: Prompt, completions: list[str]) -> list[Any]:
+    async def score(self, prompt: Prompt, completions: list[str], conversations: Any) -> list[Any]:
         await self.wait()
         failure = RewardFailure("f", "worker_died", "it died twice")
         return [failure if self.fault() else {"f": self.random.choice((0.0, 1.0))} for _ in completions]
@@ -218,6 +248,7 @@ class History:
         finally:
             await self.loop.stop()
             assert not self.loop._tasks
+            assert world.sessions == 0, "a session was not closed"
         return True
 
     async def evaluate(self, world: World) -> None:
@@ -280,6 +311,7 @@ def run(config: Config, seed: int, rows: int, slowness: float, faults: float) ->
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, logger="forge_async.buffer")
     caplog.set_level(logging.CRITICAL, logger="asyncio")
+    caplog.set_level(logging.CRITICAL, logger="forge_async.rollout.rollout")
 
 
 @settings(max_examples=SCHEDULES, suppress_health_check=list(HealthCheck))

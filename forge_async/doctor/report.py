@@ -25,6 +25,7 @@ from forge_async.doctor.running import check_running
 from forge_async.errors import ForgeError, RunFailed
 from forge_async.prepare import ensure_model, load_tokenizer
 from forge_async.rollout.datasets import PromptSource
+from forge_async.rollout.environment import environment_maker, own_rows
 from forge_async.run import launch
 
 SAMPLES = 8
@@ -40,7 +41,9 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
     await ensure_model(config.model)
     tokenizer = load_tokenizer(config.model.path)
     room = config.policy.max_model_len - config.policy.sampling.max_tokens
-    rows = PromptSource(config.dataset, tokenizer, config.seed, room).rows
+    environment = environment_maker(config.rollout)(tokenizer)
+    rows = PromptSource(config.dataset, tokenizer, config.seed, room, own_rows(environment, config.dataset)).rows
+    await environment.close()
     many = replace(config, checks=replace(config.checks, ratio_samples=SAMPLES))
     prompts = fresh_prompts(many, tokenizer, rows, room)
     yield check_template(tokenizer, prompts)

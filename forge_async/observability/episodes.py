@@ -93,12 +93,13 @@ def describe(
         "group_rewards": rewards,
         "failed": group.failed,
         "task": group.prompt.task,
-        "prompt": [dict(message) for message in group.prompt.messages],
+        "prompt": [dict(message) for message in (*group.prompt.messages, *episode.opening)],
         "answer": group.prompt.answer,
         "turns": [
             describe_turn(turn, tokenizer, pieces, *_trained(turn, sequences, trainer_logprobs or {}))
             for turn in episode.turns
         ],
+        "cut": episode.cut,
         "metadata": episode.metadata,
     }
 

@@ -60,7 +60,7 @@ class SeenEpisode:
             self.reward,
             sum(turn["tokens"] for turn in turns),
             str(oldest) if oldest == newest else f"{oldest}-{newest}",
-            turns[-1]["finish_reason"],
+            self.record.get("cut") or turns[-1]["finish_reason"],
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from forge_async.errors import require
 
-DATASET_KINDS = ("reasoning_gym", "jsonl", "hf")
+DATASET_KINDS = ("reasoning_gym", "jsonl", "hf", "environment")
 OVERLONG = ("drop", "error")
 TRUNCATED = ("keep", "mask", "penalise")
 
@@ -30,8 +30,8 @@ class DatasetConfig:
     """Where prompts come from and how they are rendered."""
 
     kind: str = "reasoning_gym"
-    """``reasoning_gym`` (procedural tasks), ``jsonl`` (a file with one JSON object per line) or ``hf`` (Hugging Face
-    datasets)."""
+    """``reasoning_gym`` (procedural tasks), ``jsonl`` (a file with one JSON object per line), ``hf`` (Hugging Face
+    datasets) or ``environment`` (the prompts that come with ``rollout.environment``)."""
     name: str = "chain_sum"
     """The reasoning-gym task, or the Hugging Face dataset (with ``path``: the format of the file, such as
     ``parquet``)."""
@@ -39,10 +39,15 @@ class DatasetConfig:
     """The JSONL file; for ``hf`` a folder written by ``save_to_disk``, or a data file."""
     split: str = "train"
     """Split of a Hugging Face dataset."""
+    subset: str = ""
+    """Configuration of a Hugging Face dataset that has several, such as ``main`` of ``openai/gsm8k``."""
     prompt_column: str = "question"
-    """Column of the prompt: text, or a list of chat messages with ``role`` and ``content``."""
+    """Column of the prompt: text, or a list of chat messages with ``role`` and ``content``. In this name and the next
+    two, a dot leads into a column that is a mapping: ``reward_model.ground_truth``."""
     answer_column: str = "answer"
     """Column that reward functions compare with; "" when there is none."""
+    task_column: str = ""
+    """Column that says to which task a row belongs, for figures by task; "": ``task``, where there is one."""
     prompt_template: str = ""
     """Text of the user message with columns in braces, such as ``"{expression} ="``; "" takes ``prompt_column`` as it
     is. For reasoning-gym the task's metadata are columns, too."""
@@ -84,19 +89,33 @@ class DatasetConfig:
 class RolloutConfig:
     """How the episodes of a prompt are made."""
 
+    environment: str = ""
+    """What answers completions: "" (nothing: one completion is the episode), ``module:Class`` (an ``Environment`` of
+    your own, importable from the working directory or the environment), ``openenv:<url>`` of an OpenEnv server, or
+    ``verifiers:<environment id>``."""
+    environment_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the environment by name: see docs/rollout.md."""
+    max_turns: int = 16
+    """Most completions of an episode. One that is cut off there counts as truncated."""
+
     group_size: int = 8
     """Episodes per prompt: the group over which advantages are computed."""
     timeout_s: float = 120.0
-    """Longest time from the start of an episode to its last token, seconds; then it has failed and its request is
-    aborted. Scoring has its own limit, ``reward.timeout_s``."""
+    """Longest time from the start of an episode to its last token, its environment's included, seconds; then it has
+    failed and its request is aborted. Reward functions have their own limit, ``reward.timeout_s``."""
     truncated: str = "keep"
-    """Episodes that end by their token limit: ``keep`` trains them as they are, ``mask`` leaves their tokens out of the
-    loss (they still count in the baseline), ``penalise`` sets their reward to 0."""
+    """Episodes that end by a limit (of a completion, of turns, of the context): ``keep`` trains them as they are,
+    ``mask`` leaves their tokens out of the loss (they still count in the baseline), ``penalise`` sets their reward to
+    0."""
     truncation_warning: float = 0.5
     """The run warns when more than this share of its first episodes is truncated."""
 
     def __post_init__(self) -> None:
         require(self.group_size >= 1, "group_size", self.group_size, "at least 1")
+        require(self.max_turns >= 1, "max_turns", self.max_turns, "at least 1")
+        kind, _, name = self.environment.partition(":")
+        form = '"", module:Class, openenv:<url> or verifiers:<environment id>'
+        require(not self.environment or bool(kind and name), "environment", self.environment, form)
         require(self.timeout_s > 0, "timeout_s", self.timeout_s, "more than 0 seconds")
         require(self.truncated in TRUNCATED, "truncated", self.truncated, "one of " + ", ".join(TRUNCATED))
         require(0 < self.truncation_warning <= 1, "truncation_warning", self.truncation_warning, "in (0, 1]")
@@ -119,9 +138,12 @@ class RewardConfig:
 
     functions: list[str] = field(default_factory=lambda: ["forge_async.rollout.rewards:reasoning_gym_score"])
     """Python functions as ``module:function``, importable from the working directory or the environment. Each is called
-    as ``function(prompt, completion_text)`` and returns a finite number."""
+    as ``function(prompt, completion_text)`` and returns a finite number; one with a parameter ``messages`` is given the
+    conversation by that name. Empty where ``rollout.environment`` gives rewards of its own."""
     weights: list[float] = field(default_factory=list)
     """The reward is the sum of weight times value; one weight per function, or none for 1 each."""
+    environment_weight: float = 1.0
+    """Weight of the sum of the rewards that the environment itself gives, beside the functions'."""
     timeout_s: float = 30.0
     """Longest time to score one episode, seconds; then it has failed and its worker is replaced."""
     num_workers: int = 1
@@ -130,7 +152,6 @@ class RewardConfig:
     """The run fails when this many episodes could not be scored and none could."""
 
     def __post_init__(self) -> None:
-        require(bool(self.functions), "functions", self.functions, "at least one module:function")
         for index, function in enumerate(self.functions):
             module, colon, name = function.partition(":")
             well_formed = colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
@@ -143,6 +164,9 @@ class RewardConfig:
         )
         finite = all(math.isfinite(weight) for weight in self.weights)
         require(finite, "weights", self.weights, "finite numbers")
+        require(
+            math.isfinite(self.environment_weight), "environment_weight", self.environment_weight, "a finite number"
+        )
         require(self.timeout_s > 0, "timeout_s", self.timeout_s, "more than 0 seconds")
         require(self.num_workers >= 1, "num_workers", self.num_workers, "at least 1")
         require(self.max_initial_failures >= 1, "max_initial_failures", self.max_initial_failures, "at least 1")

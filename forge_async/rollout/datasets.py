@@ -162,10 +162,14 @@ def load_rows(config: DatasetConfig) -> Sequence[Row]:
         return _reasoning_gym_rows(config)
     if config.kind == "jsonl":
         return _jsonl_rows(config)
-    return _hf_rows(config)
+    if config.kind == "hf":
+        return _hf_rows(config)
+    raise ConfigError("kind", config.kind, "reasoning_gym, jsonl or hf here", "No environment is made here.")
 
 
 def _title(config: DatasetConfig) -> str:
+    if config.kind == "environment":
+        return "of the environment"
     return config.path if config.kind == "jsonl" else " ".join(filter(None, (config.kind, config.name, config.path)))
 
 
@@ -173,11 +177,12 @@ def _row(columns: dict[str, Any], config: DatasetConfig, where: str) -> Row:
     """Check one row's columns; ``where`` begins the messages of errors."""
     if config.prompt_template:
         content: Any = _fill(config.prompt_template, columns, where)
-    elif config.prompt_column not in columns:
-        raise DataError(f"{where}: no column {config.prompt_column!r} (dataset.prompt_column). {_columns(columns)}")
     else:
-        content = columns[config.prompt_column]
+        missing = f"{where}: no column {config.prompt_column!r} (dataset.prompt_column)."
+        content = _column(columns, config.prompt_column, missing)
     if isinstance(content, list):
+        # A table gives every message every field: those which it does not have are None there.
+        content = [_without_none(message) for message in content]
         for message in content:
             if not (isinstance(message, dict) and {"role", "content"} <= set(message)):
                 raise DataError(f"{where}: a message of the prompt lacks role or content: {message!r}.")
@@ -190,13 +195,32 @@ def _row(columns: dict[str, Any], config: DatasetConfig, where: str) -> Row:
     for text in [content] if isinstance(content, str) else [message["content"] for message in content]:
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise DataError(f"{where}: the prompt has half a surrogate pair, which is no text: {ascii(text)[:80]}.")
-    if config.answer_column and config.answer_column not in columns:
-        raise DataError(
-            f'{where}: no column {config.answer_column!r} (dataset.answer_column; "" for none). {_columns(columns)}'
-        )
     used = {config.prompt_column, config.answer_column}
-    answer = columns[config.answer_column] if config.answer_column else None
-    return Row(content, answer, {key: value for key, value in columns.items() if key not in used})
+    metadata = {key: value for key, value in columns.items() if key not in used}
+    answer = None
+    if config.answer_column:
+        missing = f'{where}: no column {config.answer_column!r} (dataset.answer_column; "" for none).'
+        answer = _column(columns, config.answer_column, missing)
+    if config.task_column:
+        missing = f"{where}: no column {config.task_column!r} (dataset.task_column)."
+        metadata["task"] = str(_column(columns, config.task_column, missing))
+    return Row(content, answer, metadata)
+
+
+def _column(columns: dict[str, Any], name: str, missing: str) -> Any:
+    """The value of a column, or of one within a column; ``missing`` begins the error."""
+    found: Any = columns
+    for part in [name] if name in columns else name.split("."):
+        if not isinstance(found, dict) or part not in found:
+            raise DataError(f"{missing} {_columns(columns)}")
+        found = found[part]
+    return found
+
+
+def _without_none(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    return {key: value for key, value in message.items() if value is not None or key in ("role", "content")}
 
 
 def _columns(columns: dict[str, Any]) -> str:
@@ -282,7 +306,7 @@ def _hf_rows(config: DatasetConfig) -> list[Row]:
         elif config.path:
             loaded = datasets.load_dataset(config.name, data_files=config.path, split=config.split)
         else:
-            loaded = datasets.load_dataset(config.name, split=config.split)
+            loaded = datasets.load_dataset(config.name, config.subset or None, split=config.split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"cannot load the Hugging Face dataset {_title(config)}: {error}") from error
     count = min(config.size or len(loaded), len(loaded))

@@ -9,9 +9,7 @@ import numpy as np
 
 from forge_async.errors import DataError
 from forge_async.rollout.config import Example
-from forge_async.types import IdArray
-
-Message = dict[str, str]
+from forge_async.types import IdArray, Message
 
 
 def build_messages(
@@ -36,11 +34,22 @@ def build_messages(
     return (*system, *shots, *conversation)
 
 
-def render_prompt(tokenizer: Any, messages: Sequence[Message]) -> IdArray:
-    """int32 [P]: the messages with the generation prompt.
+def render_prompt(tokenizer: Any, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> IdArray:
+    """int32 [P]: the messages with the generation prompt, as :func:`render_text` and :func:`encode` make them."""
+    return encode(tokenizer, render_text(tokenizer, messages, tools))
 
-    The template alone decides about special tokens: its text is encoded without adding any, so that a BOS of the
-    template is not doubled by one of the tokenizer.
+
+def encode(tokenizer: Any, text: str) -> IdArray:
+    """int32: ids of rendered text. The template alone decides about special tokens: none is added, so that a BOS of the
+    template is not doubled by one of the tokenizer."""
+    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+
+def render_text(tokenizer: Any, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
+    """The messages with the generation prompt, by the chat template.
+
+    Args:
+        tools: JSON schemas that the template tells the model about.
 
     Raises:
         DataError: there is no chat template, or it refuses these messages.
@@ -50,8 +59,8 @@ def render_prompt(tokenizer: Any, messages: Sequence[Message]) -> IdArray:
             f"the tokenizer of {getattr(tokenizer, 'name_or_path', '') or 'the model'} has no chat template; "
             "put a chat_template.jinja into the model folder."
         )
+    given = {"tools": list(tools)} if tools else {}
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given))
     except Exception as error:  # templates raise whatever they like; jinja2 need not be imported here
         raise DataError(f"the chat template refuses the messages {list(messages)}: {error}") from error
-    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)

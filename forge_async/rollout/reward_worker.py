@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
+from collections.abc import Sequence
 from typing import Protocol
 
 from monarch.actor import concurrent_endpoint
@@ -17,11 +18,12 @@ from forge_async.mesh.service import Service
 from forge_async.observability.spans import SpanRing
 from forge_async.rollout.config import RewardConfig, RewardSpec
 from forge_async.rollout.rewards import RewardFailure, RewardFunction, load_functions, score_completion
-from forge_async.types import Prompt
+from forge_async.types import Message, Prompt
 
 logger = logging.getLogger(__name__)
 
 Scores = list[dict[str, float] | RewardFailure]
+Conversations = Sequence[Sequence[Message]]
 
 
 class Scorer(Protocol):
@@ -30,9 +32,26 @@ class Scorer(Protocol):
     @property
     def specs(self) -> tuple[RewardSpec, ...]: ...
 
-    async def score(self, prompt: Prompt, completions: list[str]) -> Scores:
-        """Values by function name, or a failure, for each completion. Raises RunFailed when scoring is hopeless."""
+    async def score(self, prompt: Prompt, completions: list[str], conversations: Conversations = ()) -> Scores:
+        """Values by function name, or a failure, for each completion. Raises RunFailed when scoring is hopeless.
+
+        Args:
+            conversations: the messages of each, for functions that take them; none where a completion is all there is.
+        """
         ...
+
+
+def score_all(
+    specs: Sequence[RewardSpec],
+    functions: Sequence[RewardFunction],
+    prompt: Prompt,
+    completions: list[str],
+    conversations: Conversations,
+) -> Scores:
+    return [
+        score_completion(specs, functions, prompt, text, messages)
+        for text, messages in zip(completions, conversations or [()] * len(completions), strict=True)
+    ]
 
 
 class RewardActor(ForgeActor):
@@ -54,12 +73,12 @@ class RewardActor(ForgeActor):
         return None
 
     @concurrent_endpoint
-    async def score(self, prompt: Prompt, completions: list[str]) -> Scores:
+    async def score(self, prompt: Prompt, completions: list[str], conversations: Conversations = ()) -> Scores:
         """In a thread, so that the actor answers while a slow function runs."""
 
         def work() -> Scores:
             self._load()
-            return [score_completion(self.specs, self.functions, prompt, text) for text in completions]
+            return score_all(self.specs, self.functions, prompt, completions, conversations)
 
         return await asyncio.to_thread(work)
 
@@ -118,14 +137,16 @@ class RewardPool:
 
     @classmethod
     async def create(cls, config: RewardConfig, cores: list[int] | None = None) -> RewardPool:
-        """Spawn ``num_workers`` workers on ``cores`` (None: not pinned). Imports every function in each of them.
+        """Spawn ``num_workers`` workers on ``cores`` (None: not pinned), none where there is no function. Imports every
+        function in each of them.
 
         Raises:
             ConfigError: a function cannot be imported.
         """
         builder = RewardActor.options(name="reward", num_replicas=1, cores=cores)
         spawned = await asyncio.gather(
-            *(builder.as_service(config, os.getcwd()) for _ in range(config.num_workers)), return_exceptions=True
+            *(builder.as_service(config, os.getcwd()) for _ in range(config.num_workers if config.functions else 0)),
+            return_exceptions=True,
         )
         workers = [worker for worker in spawned if isinstance(worker, Service)]
         failures = [worker for worker in spawned if isinstance(worker, BaseException)]
@@ -147,16 +168,18 @@ class RewardPool:
         """Of the worker processes."""
         return [pid for worker in self._workers for replica in worker.replicas for pid in replica.pids]
 
-    async def score(self, prompt: Prompt, completions: list[str]) -> Scores:
+    async def score(self, prompt: Prompt, completions: list[str], conversations: Conversations = ()) -> Scores:
         """Score on an idle worker; waits for one. A worker's death is tried again once, on whichever is idle then.
 
         The time limit of the whole request is ``timeout_s`` per completion, from when a worker took it.
         """
-        scores = await self._score(prompt, completions)
+        if not self.specs:
+            return [{} for _ in completions]
+        scores = await self._score(prompt, completions, conversations)
         self._count.record(scores)
         return scores
 
-    async def _score(self, prompt: Prompt, completions: list[str]) -> Scores:
+    async def _score(self, prompt: Prompt, completions: list[str], conversations: Conversations) -> Scores:
         names = ", ".join(spec.function for spec in self.specs)
         death = ""
         for _ in range(2):
@@ -165,7 +188,7 @@ class RewardPool:
             broken = True
             try:
                 with self.spans.span(f"worker {self._workers.index(worker)}", "reward"):
-                    scores: Scores = await worker.call("score", prompt, completions, timeout=limit)
+                    scores: Scores = await worker.call("score", prompt, completions, conversations, timeout=limit)
                 broken = False
                 return scores
             except TimeoutError:
@@ -231,9 +254,9 @@ class LocalScorer:
         self._functions = load_functions(self.specs)
         self._count = _FailureCount(config)
 
-    async def score(self, prompt: Prompt, completions: list[str]) -> Scores:
+    async def score(self, prompt: Prompt, completions: list[str], conversations: Conversations = ()) -> Scores:
         def work() -> Scores:
-            return [score_completion(self.specs, self._functions, prompt, text) for text in completions]
+            return score_all(self.specs, self._functions, prompt, completions, conversations)
 
         scores = await asyncio.to_thread(work)
         self._count.record(scores)

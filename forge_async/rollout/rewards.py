@@ -4,7 +4,9 @@ A reward function is plain Python::
 
     def right_answer(prompt: Prompt, completion: str) -> float: ...
 
-``prompt.answer`` is the dataset's answer, ``prompt.metadata`` the row's other columns. It runs outside the controller's
+``prompt.answer`` is the dataset's answer, ``prompt.metadata`` the row's other columns, ``completion`` the text of the
+last completion. One that has a parameter ``messages`` (or ``**others``) is given the whole conversation by that name:
+chat messages, the prompt's and the environment's included. It runs outside the controller's
 process. The numbers below are found in text as people write them: ``-5``, ``1,024``, ``0.5``.
 """
 
@@ -12,19 +14,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import math
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from forge_async.errors import ConfigError
 from forge_async.rollout.config import RewardSpec
-from forge_async.types import Prompt
+from forge_async.types import Message, Prompt
 
-RewardFunction = Callable[[Prompt, str], float]
+RewardFunction = Callable[..., float]
 
 LARGEST_REWARD = 1e15
 """In size: the squares in a deviation must not overflow, nor float32 in the trainer."""
@@ -99,20 +103,26 @@ def _in_short(value: object, shown: Callable[[object], str] = repr, length: int 
 
 
 def score_completion(
-    specs: Sequence[RewardSpec], functions: Sequence[RewardFunction], prompt: Prompt, completion: str
+    specs: Sequence[RewardSpec],
+    functions: Sequence[RewardFunction],
+    prompt: Prompt,
+    completion: str,
+    messages: Sequence[Message] = (),
 ) -> dict[str, float] | RewardFailure:
     """Every function's value by name, before weighting; the first that raises or returns no finite number is the
-    failure."""
+    failure.
+
+    Args:
+        messages: the whole conversation, for the functions that take it.
+    """
     values: dict[str, float] = {}
     for spec, function in zip(specs, functions, strict=True):
         try:
-            raw = function(prompt, completion)
+            more = {"messages": [dict(message) for message in messages]} if _takes_messages(function) else {}
+            raw = function(prompt, completion, **more)
         except BaseException as error:  # a user's function may raise anything; it runs in a thread, so Ctrl-C does not
             return RewardFailure(spec.function, "raised", f"reward {spec.function} raised at {where_raised(error)}")
-        try:
-            value = float(raw)
-        except Exception:  # no number at all, or a whole one beyond what a float holds
-            value = math.nan
+        value = _number(raw)
         if not math.isfinite(value):
             message = (
                 f"reward {spec.function} returned {_in_short(raw)} for prompt {prompt.prompt_id}; "
@@ -120,15 +130,63 @@ def score_completion(
             )
             return RewardFailure(spec.function, "invalid", message)
         values[spec.name] = value
-    total = weighted_sum(specs, values)
-    if not abs(total) <= LARGEST_REWARD:
-        message = f"the rewards {values} of prompt {prompt.prompt_id} add up to {total:g}, beyond {LARGEST_REWARD:g}"
+    return _huge(values, weighted_sum(specs, values), prompt) or values
+
+
+def _takes_messages(function: RewardFunction) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # built in, without a signature
+        return False
+    return "messages" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def with_own_parts(
+    specs: Sequence[RewardSpec], values: dict[str, float], own: Mapping[str, object], weight: float, prompt: Prompt
+) -> dict[str, float] | RewardFailure:
+    """The functions' values with those that the environment gave: finite numbers under names of their own, that add up
+    to a reward which is not huge."""
+    parts = dict(values)
+    for name, raw in own.items():
+        value = _number(raw)
+        if name in parts or not math.isfinite(value):
+            what = "under a name that a reward function has, too" if name in parts else _in_short(raw)
+            message = (
+                f"the environment's reward {name!r} for prompt {prompt.prompt_id} is {what}; "
+                "a finite number under a name of its own is needed"
+            )
+            return RewardFailure("", "invalid", message)
+        parts[name] = value
+    if not parts:
+        message = f"prompt {prompt.prompt_id} has no reward: reward.functions is empty, and its environment gives none"
         return RewardFailure("", "invalid", message)
-    return values
+    return _huge(parts, total_reward(specs, parts, weight), prompt) or parts
+
+
+def _huge(parts: dict[str, float], total: float, prompt: Prompt) -> RewardFailure | None:
+    if abs(total) <= LARGEST_REWARD:
+        return None
+    message = f"the rewards {parts} of prompt {prompt.prompt_id} add up to {total:g}, beyond {LARGEST_REWARD:g}"
+    return RewardFailure("", "invalid", message)
+
+
+def total_reward(specs: Sequence[RewardSpec], parts: dict[str, float], environment_weight: float) -> float:
+    """The reward of an episode, of all its parts: those that no function gave are the environment's."""
+    functions = {spec.name for spec in specs}
+    own = sum(value for name, value in parts.items() if name not in functions)
+    return weighted_sum(specs, parts) + environment_weight * own
+
+
+def _number(raw: Any) -> float:
+    """NaN for what is no number at all, or a whole one beyond what a float holds."""
+    try:
+        return float(raw)
+    except Exception:
+        return math.nan
 
 
 def weighted_sum(specs: Sequence[RewardSpec], values: dict[str, float]) -> float:
-    """The reward of an episode."""
+    """What the reward functions add to an episode's reward."""
     return sum(spec.weight * values[spec.name] for spec in specs)
 
 

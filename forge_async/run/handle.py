@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from forge_async.observability import RunFolder, Summary
 from forge_async.observability.frames import RunMetrics
 from forge_async.observability.seen import SeenEpisode
 from forge_async.observability.tables import Listing
-from forge_async.rollout.environment import Environment, SingleTurnEnvironment
+from forge_async.rollout.environment import EnvironmentMaker
 from forge_async.run.controls import PageControl, PolicyControl, TrainerControl
 from forge_async.run.engines import Engines
 from forge_async.run.pace import Pace
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 def launch(
     config: Config,
     replay: Replay | None = None,
-    environment: Callable[[Any], Environment] = SingleTurnEnvironment,
+    environment: EnvironmentMaker | None = None,
 ) -> Run:
     """The handle of a run that is yet to start: by ``async with``, or by :meth:`Run.start`.
 
     Args:
         replay: repeat a recorded run: see ``forge_async.replay``.
-        environment: a class of your own, or anything that makes an ``Environment`` of the tokenizer.
+        environment: instead of what ``rollout.environment`` names: a class of your own, or anything that makes an
+            ``Environment`` of the tokenizer.
     """
     return Run(config, replay, environment)
 
@@ -52,7 +53,7 @@ class Run:
         self,
         config: Config,
         replay: Replay | None = None,
-        environment: Callable[[Any], Environment] = SingleTurnEnvironment,
+        environment: EnvironmentMaker | None = None,
     ) -> None:
         self.policy, self.trainer = PolicyControl(self), TrainerControl(self)
         self.parts = Parts(config, replay, environment, PageControl(self))

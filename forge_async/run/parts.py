@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from forge_async.observability import RunFolder, Summary
 from forge_async.policy.turns import Diverged
 from forge_async.prepare import ensure_model, load_tokenizer, model_positions
 from forge_async.rollout.datasets import PromptSource
-from forge_async.rollout.environment import Environment, SingleTurnEnvironment
+from forge_async.rollout.environment import Environment, EnvironmentMaker, environment_maker, own_rows
+from forge_async.rollout.rollout import CLOSE_S
 from forge_async.run.checkpoints import Checkpoints
 from forge_async.run.engines import Engines
 from forge_async.run.recording import Recording
@@ -35,7 +36,7 @@ class Parts:
 
     Args:
         config: as it is now; :meth:`apply` replaces it.
-        environment: makes the rollouts' environment of the tokenizer.
+        environment: makes the rollouts' environment of the tokenizer; None: as ``rollout.environment`` says.
         page: does what the run's page asks for.
     """
 
@@ -43,10 +44,10 @@ class Parts:
         self,
         config: Config,
         replay: Replay | None,
-        environment: Callable[[Any], Environment],
+        environment: EnvironmentMaker | None,
         page: PageHandle,
     ) -> None:
-        self.config, self.replay, self.make_environment, self._page = config, replay, environment, page
+        self.config, self.replay, self._given_environment, self._page = config, replay, environment, page
         self.first_version = 0
         """Policy version at the start: more than 0 after a resume."""
         self.runtime = MeshRuntime()
@@ -59,6 +60,7 @@ class Parts:
         self.monitor: Monitor
         self.journal: Journal
         self.tokenizer: Any
+        self.environment: Environment
         self.source: PromptSource
         self.buffer: RolloutBuffer
         # Made by bring_up():
@@ -95,8 +97,11 @@ class Parts:
         self.recording.events.write("start", name=folder.path.name, resume=bool(config.resume))
         self.tokenizer = self.recording.tokenizer = load_tokenizer(config.model.path)
         room = config.policy.max_model_len - config.policy.sampling.max_tokens
+        with prefix_errors("rollout"):
+            self.environment = (self._given_environment or environment_maker(config.rollout))(self.tokenizer)
         with prefix_errors("dataset"):
-            self.source = PromptSource(config.dataset, self.tokenizer, seed=config.seed, max_prompt_tokens=room)
+            rows = own_rows(self.environment, config.dataset)
+            self.source = PromptSource(config.dataset, self.tokenizer, config.seed, room, rows)
         ledger = Ledger()
         if state:
             self.source.restore(state["source"], ledger.restore(state["ledger"]))
@@ -118,14 +123,13 @@ class Parts:
         self.engines = engines = Engines(config, self.journal, self.record, console.phase)
         checkpoint = self.checkpoints.newest() if config.resume else None
         published = await engines.start(checkpoint, self.replay)
-        environment = self.make_environment(self.tokenizer)
         self.loop = engines.loop = loop = AsyncLoop(
             config,
             engines.policy,
             engines.trainer,
             self.buffer,
             self.source,
-            environment,
+            self.environment,
             engines.rewards,
             self.record,
             self.first_version,
@@ -133,8 +137,8 @@ class Parts:
         )
         if self.replay is not None:
             self.replay.attach(loop, engines.policy)
-        if self.make_environment is not SingleTurnEnvironment:
-            self.journal.by_hand(f"the environment {type(environment).__name__} was given")
+        if self._given_environment is not None:
+            self.journal.by_hand(f"the environment {type(self.environment).__name__} was given")
         loop.tally.digests[self.first_version] = published["digest"]
         # Told at once, also while nothing waits for them: a batch may take minutes to come.
         engines.trainer.on_death(lambda: self._lost("the trainer failed", engines.trainer.death_cause))
@@ -251,6 +255,12 @@ class Parts:
     def summary(self) -> Summary:
         return self.recording.summary(self.loop.tally, self.buffer)
 
+    async def _close_environment(self) -> None:
+        try:
+            await asyncio.wait_for(self.environment.close(), CLOSE_S)
+        except Exception as error:  # user code: no reason to leave anything else behind
+            self.recording.console.warn(f"the environment did not close: {error!r}")
+
     async def take_apart(self, outcome: str) -> None:
         """End all that there is, whatever state it is in, and write the summary of a run that got as far as a loop."""
         runs = hasattr(self, "loop")
@@ -259,6 +269,8 @@ class Parts:
                 if runs:
                     await self.monitor.stop()
                     await self.loop.stop()
+                if hasattr(self, "environment"):
+                    await self._close_environment()
                 if hasattr(self, "engines"):
                     await self.engines.stop()
             finally:

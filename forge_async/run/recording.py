@@ -88,13 +88,16 @@ class Recording:
         return [episode for _, episode in self._recorder.sample(step.stats.version, step.groups)]
 
     def warn_truncated(self, share: float) -> None:
-        """Warn once if too large a share of completions was cut off."""
+        """Warn once if too large a share of the episodes was cut off."""
         if share > self.config.rollout.truncation_warning and not self._warned_truncated:
             self._warned_truncated = True
-            self.console.warn(
-                f"{share:.0%} of the completions ended at policy.sampling.max_tokens "
-                f"({self.config.policy.sampling.max_tokens}): the task may need longer ones"
-            )
+            config = self.config
+            what, limits = "completions", f"policy.sampling.max_tokens ({config.policy.sampling.max_tokens})"
+            if config.rollout.environment:
+                turns, context = config.rollout.max_turns, config.policy.max_model_len
+                what = "episodes"
+                limits += f", rollout.max_turns ({turns}) or policy.max_model_len ({context})"
+            self.console.warn(f"{share:.0%} of the {what} ended at {limits}: the task may need longer ones")
 
     async def look(self, policy: Service) -> None:
         """Ask the replicas how they are, without counting anything."""

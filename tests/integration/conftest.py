@@ -40,6 +40,17 @@ dashboard: {enabled: false}
 """
 
 TASK = '''
+from forge_async.rollout.environment import Environment, Session
+
+class Again(Environment):
+    """Answers every completion that ended by itself, until a limit is reached."""
+    def session(self, prompt, episode_id):
+        return Asks(prompt)
+
+class Asks(Session):
+    async def reply(self, text, completion):
+        return [{"role": "tool", "content": str(len(text))}]
+
 def share_of_digits(prompt, completion_text):
     """Dense, so that a random model has groups of unequal rewards."""
     return sum(c in "0123456789" for c in completion_text) / max(1, len(completion_text))

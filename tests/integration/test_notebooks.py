@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import numpy as np
 import pytest
 import yaml
 from nbclient import NotebookClient
@@ -174,15 +175,37 @@ def check_export(run: Path, folder: Path, model: Path) -> None:
 
 
 def test_an_environment_and_a_reward_of_ones_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs = execute(read("2_environment_and_reward"), folder, monkeypatch)
+    notebook = read("2_environment_and_reward")
+    for cell in notebook.cells:  # a random model hardly ever ends by itself, and would not be answered
+        ends = f'"policy.sampling.stop_token_ids={list(range(20, 60))}"'
+        cell.source = cell.source.replace('"policy.sampling.max_tokens=12"', f'"policy.sampling.max_tokens=12", {ends}')
+    outputs = execute(notebook, folder, monkeypatch)
     assert "reward_parts/exact" in output_of(outputs, "reward_parts/exact")
     assert "run backwards: stopped" in output_of(outputs, "run.stop(save=False)")
     run = folder / "runs/backwards"
     assert [event["outcome"] for event in events(run) if event["kind"] == "end"] == ["finished"]
     assert not any((run / "checkpoints").iterdir()) and not (run / "model").exists()
-    for line in map(json.loads, (run / "episodes.jsonl").open()):
+    episodes = list(map(json.loads, (run / "episodes.jsonl").open()))
+    for line in episodes:
         parts = line["reward_parts"]
-        assert line["reward"] == pytest.approx(parts["exact"] + 0.5 * parts["letters"])
+        assert line["reward"] == pytest.approx(parts["exact"] + 0.5 * parts["letters"] + 0.25 * parts["unaided"])
+        assert parts["unaided"] == (line["turns"][0]["reply"] == [])
+    check_turns([line for line in episodes if len(line["turns"]) == 2])
+
+
+def check_turns(episodes: list[dict[str, Any]]) -> None:
+    """The trainer sees each turn as the policy did, token by token: the second after the first and its reply."""
+    fresh = 0
+    for line in episodes:
+        first, second = line["turns"]
+        assert first["reply"] == [{"role": "user", "content": f"No. It begins with {line['answer'][0]}."}]
+        assert second["reply"] == []
+        on_policy = line["newest"] == line["oldest"] == line["step"] - 1
+        fresh += on_policy
+        for turn in (first, second):
+            assert turn["trained"] == [[1, turn["tokens"]]]
+            assert not on_policy or np.allclose(turn["logprobs"], turn["trainer_logprobs"], atol=2e-3)
+    assert fresh, f"none of {len(episodes)} episodes of two turns was sampled from the weights it was trained on"
 
 
 def test_staleness_and_ratios_are_as_the_notebook_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,9 @@ def _state(pid: int) -> str:
 
 @pytest.mark.timeout(600)
 def test_a_run_keeps_its_invariants_is_replayed_and_resumes(app) -> None:
-    code, output = app.run("checkpoint.every_steps=2")
+    # A random model hardly ever ends by itself, and would not be answered.
+    turns = ("rollout.environment=tiny_task:Again", "policy.sampling.stop_token_ids=[20,21,22,23,24,25,26,27]")
+    code, output = app.run("checkpoint.every_steps=2", *turns)
     assert code == 0, output
     path = Path(output.splitlines()[-1])
     assert (app.folder / path).resolve() == (app.folder / "runs/tiny/summary.json").resolve()
@@ -58,7 +60,9 @@ def test_a_run_keeps_its_invariants_is_replayed_and_resumes(app) -> None:
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
     assert (run / "reward.png").stat().st_size > 10_000
     assert (run / "model" / "config.json").exists()
-    assert (run / "episodes.jsonl").read_text().count("\n") == 16
+    episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
+    assert len(episodes) == 16
+    assert max(len(episode["turns"]) for episode in episodes) > 1, "the environment answered"
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["version-000002", "version-000004"]
 
     saved = json.loads((run / "checkpoints" / "version-000004" / "forge.json").read_text())["extra"]["ledger"]
@@ -74,13 +78,13 @@ def test_a_run_keeps_its_invariants_is_replayed_and_resumes(app) -> None:
     ]
     assert "5 versions" in output and "4 steps: as recorded" in output
 
-    turns = run / "schedule" / "replica-0.jsonl"
-    lines = [json.loads(line) for line in turns.read_text().splitlines()]
+    schedule = run / "schedule" / "replica-0.jsonl"
+    lines = [json.loads(line) for line in schedule.read_text().splitlines()]
     place = next(i for i, (_, _, entries) in enumerate(lines) if any(e[:2] == ["swap", 1] for e in entries))
     late = [entry for entry in lines[place][2] if entry[:2] == ["swap", 1]]
     lines[place][2] = [entry for entry in lines[place][2] if entry not in late]
     lines[place + 3][2] = late + lines[place + 3][2]
-    turns.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    schedule.write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, output = app.replay()
     assert code == 3, output
     (told,) = [line for line in output.splitlines() if "differs: " in line]  # an engine's own log may come after it
@@ -89,7 +93,7 @@ def test_a_run_keeps_its_invariants_is_replayed_and_resumes(app) -> None:
     (run / "checkpoints" / "version-000099.partial").mkdir()
     (run / "checkpoints" / "version-000099.partial" / "forge.json").write_text('{"cut off')
 
-    code, output = app.run("resume=runs/tiny", "steps=6")
+    code, output = app.run("resume=runs/tiny", "steps=6", *turns)
     assert code == 0, output
     summary = app.summary()
     assert summary["steps"] == 2

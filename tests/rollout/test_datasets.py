@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from itertools import islice
+from typing import Any
 
 import pytest
 
@@ -127,6 +129,47 @@ def test_hugging_face_folders_and_files(tmp_path, tokenizer, monkeypatch):
     assert [row.answer for row in load_rows(config)] == ["1", "2", "3"]
     with pytest.raises(DataError, match="cannot load the Hugging Face dataset"):
         load_rows(DatasetConfig(kind="hf", name="parquet", path=str(tmp_path / "none.parquet")))
+
+
+def test_hugging_face_columns_are_mapped(tmp_path, tokenizer, monkeypatch):
+    """A table as other trainers publish them: messages, the answer within a column, tasks; fields a message lacks are
+    None there."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    messages = [{"role": "system", "content": "Add.", "name": None}, {"role": "user", "content": "1+1", "name": "x"}]
+    rows = [
+        {
+            "prompt": messages,
+            "reward_model": {"style": "rule", "ground_truth": "2"},
+            "data_source": "sums",
+        }
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "d.parquet")
+    mapped = dict(prompt_column="prompt", answer_column="reward_model.ground_truth", task_column="data_source")
+    config = DatasetConfig(kind="hf", name="parquet", path=str(tmp_path / "d.parquet"), **mapped)
+    prompt = next(PromptSource(config, tokenizer))
+    assert prompt.messages == ({"role": "system", "content": "Add."}, {"role": "user", "content": "1+1", "name": "x"})
+    assert (prompt.answer, prompt.task) == ("2", "sums")
+    assert prompt.metadata["reward_model"]["style"] == "rule"
+    for key, value in (("answer_column", "reward_model.truth"), ("task_column", "source"), ("prompt_column", "a.b")):
+        with pytest.raises(DataError, match=f"no column '{value}' .dataset.{key}"):
+            load_rows(dataclasses.replace(config, **{key: value}))
+
+
+def test_a_subset_of_a_hugging_face_dataset_is_asked_for(monkeypatch):
+    import datasets
+
+    asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(*names: Any, split: str) -> Any:
+        asked.append((*names, split))
+        return datasets.Dataset.from_dict({"question": ["q"], "answer": ["a"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    load_rows(DatasetConfig(kind="hf", name="openai/gsm8k", subset="main", size=0))
+    load_rows(DatasetConfig(kind="hf", name="plain", size=0))
+    assert asked == [("openai/gsm8k", "main", "train"), ("plain", None, "train")]
 
 
 # --- order

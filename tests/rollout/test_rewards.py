@@ -82,7 +82,7 @@ def test_weights_and_names():
     specs = RewardConfig(functions=["a:f", "b:f", "b:g"]).specs
     assert [(spec.name, spec.weight) for spec in specs] == [("a:f", 1), ("b:f", 1), ("g", 1)]
     for config, message in (
-        (dict(functions=[]), "functions"),
+        (dict(environment_weight=float("inf")), "environment_weight"),
         (dict(functions=["a:f", "a.f"]), r"functions\[1\] = 'a.f'"),
         (dict(functions=["a:f"], weights=[1.0, 2.0]), "weights"),
         (dict(functions=["a:f"], weights=[float("nan")]), "weights"),

@@ -8,13 +8,13 @@ import pytest
 from forge_async.errors import DataError, RunFailed
 from forge_async.model_zoo import byte_tokenizer
 from forge_async.rollout.config import RewardConfig
-from forge_async.rollout.environment import SingleTurnEnvironment
+from forge_async.rollout.environment import Environment, Session
 from forge_async.rollout.reward_worker import LocalScorer
 from forge_async.rollout.rewards import RewardFailure
 from forge_async.rollout.rollout import rollout_group
 from forge_async.types import Completion, Group, Prompt
 
-ENVIRONMENT = SingleTurnEnvironment(byte_tokenizer())
+ENVIRONMENT = Environment(byte_tokenizer())
 PROMPT = Prompt("3-1", ({"role": "user", "content": "3 + 4 ="},), np.array([2, 9], np.int32), "7")
 CHAIN_SUM = RewardConfig(
     functions=[f"forge_async.rollout.rewards:{name}" for name in ("exact_integer", "integer_format")],
@@ -104,7 +104,7 @@ async def test_a_failed_reward_is_a_failed_episode_not_a_zero():
     class Scorer:
         specs = CHAIN_SUM.specs
 
-        async def score(self, prompt, completions):
+        async def score(self, prompt, completions, conversations):
             if completions == ["8"]:
                 return [RewardFailure("m:f", "raised", "reward m:f raised at m.py:3")]
             return [{"exact_integer": 1.0, "integer_format": 1.0}]
@@ -150,11 +150,15 @@ async def test_rewards_that_never_work_end_the_run(tmp_path, monkeypatch, caplog
 
 
 async def test_an_environment_that_raises_fails_its_episode():
-    class Broken(SingleTurnEnvironment):
-        async def reply(self, prompt, turns, text):
+    class Broken(Session):
+        async def reply(self, text, completion):
             raise KeyError("state")
 
+    class Breaks(Environment):
+        def session(self, prompt, episode_id):
+            return Broken(prompt)
+
     group = await rollout_group(
-        PROMPT, Policy("7"), Broken(byte_tokenizer()), LocalScorer(CHAIN_SUM), 1, "sampling", 5.0
+        PROMPT, Policy("7"), Breaks(byte_tokenizer()), LocalScorer(CHAIN_SUM), 1, "sampling", 5.0
     )
     assert group.episodes == () and group.failed == 1

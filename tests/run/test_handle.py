@@ -19,7 +19,6 @@ from forge_async.mesh import ActorDied
 from forge_async.observability.events import EventLog
 from forge_async.policy.config import UpdateConfig
 from forge_async.policy.turns import Diverged
-from forge_async.rollout.environment import SingleTurnEnvironment
 from forge_async.run import Run, Status
 from forge_async.run.controls import PageControl, sampling_of
 from forge_async.run.parts import Parts
@@ -110,7 +109,7 @@ def test_sampling_of_one_call_may_be_greedy_and_is_checked() -> None:
 
 
 def parts_of(tmp_path: Path) -> Any:
-    parts: Any = Parts(Config(), None, SingleTurnEnvironment, PageControl(forge_async.launch(Config())))
+    parts: Any = Parts(Config(), None, None, PageControl(forge_async.launch(Config())))
     parts.loop = SimpleNamespace(version=3, config=parts.config)
     parts.journal = Journal(tmp_path / "schedule")
     parts.recording = SimpleNamespace(events=EventLog(tmp_path / "events.jsonl"), config=parts.config)
@@ -136,14 +135,14 @@ async def test_a_trainer_that_dies_while_it_saves_ends_the_run_as_failed() -> No
     async def call(name: str, *args: Any) -> None:
         raise ActorDied(f"traineractor-2.{name}: process 7 ended")
 
-    parts: Any = Parts(Config(), None, SingleTurnEnvironment, PageControl(forge_async.launch(Config())))
+    parts: Any = Parts(Config(), None, None, PageControl(forge_async.launch(Config())))
     parts.engines = SimpleNamespace(trainer=SimpleNamespace(call=call))
     with pytest.raises(RunFailed, match=r"the trainer failed in 'save_checkpoint': .*process 7 ended"):
         await parts.ask_trainer("save_checkpoint", "folder", {})
 
 
 def test_a_failed_run_says_how_to_go_on_once() -> None:
-    parts: Any = Parts(Config(), None, SingleTurnEnvironment, PageControl(forge_async.launch(Config())))
+    parts: Any = Parts(Config(), None, None, PageControl(forge_async.launch(Config())))
     died = RunFailed("the trainer died.")
     assert parts.explain(died) is died, "there is no folder yet"
     parts.folder = SimpleNamespace(path=Path("runs/x"))

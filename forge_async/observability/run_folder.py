@@ -7,6 +7,9 @@ from pathlib import Path
 
 from forge_async.errors import ConfigError
 
+META_FILE = "forge.json"
+"""In a checkpoint's folder: written last, so that it marks a whole one."""
+
 
 class RunPaths:
     """What lies where in the folder of a run; nothing need be there."""

@@ -1,6 +1,6 @@
 # make grpo    set up, then train a tiny model by asynchronous GRPO         make smollm2  the same with SmolLM2-135M
 # make test    set up, then run the whole test suite                        make check    lint, format, types
-# make fuzz    10,000 fuzzed schedules of the buffer
+# make fuzz    10,000 fuzzed schedules of the buffer                       make site     docs/ as a site
 #
 # make grpo ARGS="trainer.optimizer.lr=1e-4 seed=1"      overrides
 # make setup EXTRA=cuda                                  the CUDA packages instead of the CPU ones
@@ -17,7 +17,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE # a second start would compile the engines' modules again
 
 .DEFAULT_GOAL := help
-.PHONY: help setup grpo smollm2 test fuzz check format docs lock clean
+.PHONY: help setup grpo smollm2 test fuzz check format site reference lock clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -43,12 +43,17 @@ check: setup ## ruff check, ruff format --check, mypy
 format: setup ## ruff: fix what can be fixed, then format
 	@$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
 
-docs: setup ## rewrite docs/configuration-reference.md from the config dataclasses
-	@$(BIN)/python tools/config_reference.py
+site: setup ## build the documentation as a site: out/site/index.html
+	@$(BIN)/python -m sphinx -W --keep-going -q -d out/doctrees docs out/site
+	@echo "the documentation is in out/site/index.html"
 
-lock: ## rewrite requirements/$(EXTRA).txt from pyproject.toml and the overrides
+reference: setup ## rewrite the pages of docs/ that list all settings and all commands
+	@$(BIN)/python tools/config_reference.py
+	@$(BIN)/python tools/cli_reference.py
+
+lock: ## rewrite requirements/cpu.txt (or EXTRA=cuda) from pyproject.toml and the overrides
 	@test -x $(BIN)/uv || { echo "make lock needs an environment: run make setup first" >&2; exit 1; }
 	@tools/lock.sh $(BIN) $(EXTRA)
 
-clean: ## remove .venv and the caches
-	@rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache *.egg-info
+clean: ## remove .venv, the site and the caches
+	@rm -rf $(VENV) out/site out/doctrees .pytest_cache .ruff_cache .mypy_cache *.egg-info

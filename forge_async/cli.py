@@ -16,7 +16,8 @@ import typer
 from typer.core import TyperGroup
 
 from forge_async.config import Config, SFTConfig, load_config, to_yaml
-from forge_async.errors import ForgeError
+from forge_async.errors import ForgeError, prefix_errors, require
+from forge_async.rollout.reward_names import check_reward_names
 
 T = TypeVar("T")
 
@@ -59,6 +60,9 @@ def with_config(
     if print_config:
         print(to_yaml(config), end="")
     else:
+        if isinstance(config, Config):  # a run's start looks, too, but later: once the engines' packages are imported
+            with prefix_errors("reward"):
+                check_reward_names(config.reward.specs)
         asyncio.run(main(config))  # type: ignore[arg-type]
 
 
@@ -129,9 +133,7 @@ A CONFIG is a YAML file; settings on top of it are given as key=value. A RUN is 
 )
 
 ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, such as configs/grpo_tiny.yaml.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings that override the file's.")
-]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Settings that override the file's.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the resolved config and stop.")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, such as runs/grpo_tiny.")]
 
@@ -207,6 +209,8 @@ def replay(
 
       forge-async replay runs/grpo_tiny --steps 10
     """
+    require(steps is None or steps >= 1, "--steps", steps, "1 or more", "Without it every step is repeated.")
+    require(stall_s > 0, "--stall-s", stall_s, "more than 0 seconds")
     from forge_async.commands.folders import run_folder
     from forge_async.replay import replay as repeat
 
@@ -269,7 +273,7 @@ def compare(
     from forge_async.commands.compare import comparison, draw
     from forge_async.commands.folders import run_folder
 
-    folders = [run_folder(path) for path in runs]
+    folders = [run_folder(path) for path in dict.fromkeys(runs)]
     show(comparison(folders))
     if picture is not None:
         draw(folders, picture)

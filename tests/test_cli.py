@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,12 @@ from forge_async.policy.turns import Diverged
 from forge_async.run.controls import Answer
 from forge_async.types import Completion
 
+ROOT = Path(__file__).resolve().parent.parent
+WITHOUT_TORCH = (
+    "import sys; from forge_async import cli; code = cli.main(sys.argv[1:]); "
+    "sys.exit(99 if 'torch' in sys.modules else code)"
+)
+"""A command whose exit code is 99 where it has imported torch."""
 COMMANDS = ("run", "doctor", "sft", "replay", "generate", "episodes", "compare", "export")
 
 
@@ -79,6 +88,24 @@ def test_a_setting_that_does_not_exist_is_one_line_and_exit_code_1(tmp_path: Pat
         )
         assert (code, out) == (1, "") and err.startswith("error: seeed = 1") and "Did you mean seed?" in err
         assert err.count("\n") == 1
+
+
+def test_a_misspelt_reward_is_told_before_an_engine_is_imported(tmp_path: Path) -> None:
+    for command, function, words in (
+        ("run", "my_tsk:right", "There is no my_tsk in "),
+        ("doctor", "forge_async.rollout.rewards:exact_macth", "Did you mean forge_async.rollout.rewards:exact_match?"),
+    ):
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        words_given = [command, str(ROOT / "configs/grpo_tiny.yaml"), f"reward.functions=[{function}]"]
+        result = subprocess.run(
+            [sys.executable, "-c", WITHOUT_TORCH, *words_given],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 1 and result.stderr.startswith(f"error: reward.functions[0] = '{function}'")
+        assert words in result.stderr and result.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 def test_print_config_prints_the_resolved_one(tmp_path: Path) -> None:
@@ -168,7 +195,9 @@ def test_compare_shows_curves_and_final_figures_side_by_side(tmp_path: Path) -> 
     figures = {
         line.split()[0]: line.split()[1:] for line in out.partition("final figures")[2].splitlines() if line.strip()
     }
-    assert figures["steps"] == ["3", "-"] and figures["tokens/trained"] == ["77", "-"]
+    assert figures["steps"] == ["3", "8*"] and figures["tokens/trained"] == ["77", "-"]
+    assert figures["reward/first5"] == ["0.35", "0.4*"] and figures["wall_s"] == ["2.5", "-"]
+    assert "* The run has not ended" in out and "has not ended" not in invoke("compare", one)[1]
     assert out.splitlines()[-1] == str(tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     code, _, err = invoke("compare", one, "--picture", tmp_path / "curves.nothing")
@@ -178,6 +207,7 @@ def test_compare_shows_curves_and_final_figures_side_by_side(tmp_path: Path) -> 
 def test_compare_of_runs_of_one_name_and_of_one_that_logged_nothing(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / where / "same", [0.5, 0.6]) for where in ("a", "b")]
     assert str(runs[1]) in invoke("compare", *runs)[1]
+    assert invoke("compare", runs[0], runs[0])[1] == invoke("compare", runs[0])[1], "a run beside itself is one run"
     code, _, err = invoke("compare", runs[0], make_run(tmp_path / "empty", []))
     assert code == 1 and "a run that has logged a step" in err
 
@@ -185,6 +215,24 @@ def test_compare_of_runs_of_one_name_and_of_one_that_logged_nothing(tmp_path: Pa
 def test_export_of_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     code, _, err = invoke("export", make_run(tmp_path / "a", [0.5]), "--version", "1")
     assert code == 1 and "--version = 1" in err and "the run saved no checkpoint" in err
+
+
+def test_export_of_a_version_that_is_not_there_does_not_wait_for_the_engines(tmp_path: Path) -> None:
+    words = ["export", make_run(tmp_path / "a", [0.5]), "--version", "7"]
+    result = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (
+        1,
+        "error: --version = 7: must be one of the run's checkpoints (none: the run saved no checkpoint).\n",
+    )
+
+
+@pytest.mark.parametrize("steps", ["0", "-3"])
+def test_a_replay_of_no_step_names_option_value_and_what_is_allowed(tmp_path: Path, steps: str) -> None:
+    code, _, err = invoke("replay", make_run(tmp_path / "a", [0.5]), "--steps", steps)
+    assert (code, err) == (
+        1,
+        f"error: --steps = {steps}: must be 1 or more. Without it every step is repeated.\n",
+    )
 
 
 def test_generate_asks_the_runs_exported_model(
@@ -229,6 +277,10 @@ def test_generate_asks_the_runs_exported_model(
     assert asked["model"] == run / "model" and asked["sampling"].temperature == 0.5
     assert asked["config"].num_replicas == 1 and asked["version"] == 12
     assert invoke("generate", tiny_llama, "101")[0] == 0 and asked["model"] == tiny_llama
+    assert invoke("generate", tiny_llama, "101", "policy.sampling.temperature=0")[0] == 0
+    assert asked["sampling"].temperature == 0, "an answer may be greedy where training may not"
+    code, _, err = invoke("generate", run, "101", "policy.sampling.temperature=warm")
+    assert code == 1 and err.startswith("error: policy.sampling.temperature = 'warm': must be a number")
     code, _, err = invoke("generate", tmp_path / "none", "101")
     assert code == 1 and "is neither a run's folder" in err
     code, _, err = invoke("generate", make_run(tmp_path / "b", [0.5]), "101")

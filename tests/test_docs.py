@@ -1,4 +1,4 @@
-"""The docs are true: links lead somewhere, commands and configs load, code blocks run, settings exist."""
+"""The docs are true: links lead somewhere, configs load, code blocks run, settings exist."""
 
 from __future__ import annotations
 
@@ -6,52 +6,20 @@ import ast
 import importlib.util
 import os
 import re
-import shlex
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import typer
 
 import forge_async
-from forge_async import cli, model_zoo
 from forge_async.buffer import RolloutBuffer
 from forge_async.config import Config, SFTConfig, _valid_keys, load_config
 from forge_async.observability import Summary
+from forge_async.observability.console import StepView, line
 from forge_async.observability.frames import RunMetrics
 from forge_async.store import WeightStore
-
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-@dataclass(frozen=True)
-class Block:
-    page: str
-    language: str
-    text: str
-
-
-def blocks() -> Iterator[Block]:
-    for page in PAGES:
-        for match in re.finditer(r"^( *)```(\w*)\n(.*?)^\1```$", page.read_text(), re.M | re.S):
-            text = "".join(line.removeprefix(match[1]) for line in match[3].splitlines(keepends=True))
-            yield Block(page.name, match[2], text)
-
-
-BLOCKS = list(blocks())
-
-
-def commands(*languages: str) -> list[list[str]]:
-    """The commands in blocks of these languages, in words."""
-    lines = [line for block in BLOCKS if block.language in languages for line in block.text.splitlines()]
-    found = [shlex.split(line, comments=True) for line in lines if line.startswith(("make", "python", "tensorboard"))]
-    assert found
-    return found
+from tests.pages import BLOCKS, PAGES, ROOT, Block, functions_of, name_of
 
 
 def test_links_lead_somewhere() -> None:
@@ -59,78 +27,22 @@ def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             if not target.startswith("http") and not (page.parent / target).exists():
-                missing.append(f"{page.name}: {target}")
+                missing.append(f"{name_of(page)}: {target}")
     assert missing == []
 
 
 def test_every_page_is_in_the_index() -> None:
-    index = (ROOT / "docs/README.md").read_text()
-    assert [page.name for page in PAGES[1:] if page.name != "README.md" and f"({page.name})" not in index] == []
+    for index in (ROOT / "docs/index.md", ROOT / "docs/api/index.md"):
+        text = index.read_text()
+        assert [page.name for page in index.parent.glob("*.md") if page != index and f"({page.name})" not in text] == []
 
 
-def test_every_command_would_do_something() -> None:
-    """Shells with code of our own are started; what trains for minutes is checked up to its config."""
-    for words in commands("bash"):
-        if words[0] == "make":
-            make = shutil.which("make")
-            if make is not None:
-                environ = {"PATH": os.environ["PATH"]}
-                subprocess.run([make, "-n", *words[1:]], cwd=ROOT, env=environ, check=True, capture_output=True)
-        elif words[0] == "tensorboard":
-            assert (Path(sys.executable).parent / "tensorboard").exists()
-        elif words[1] != "-m":
-            assert words[1:4] == ["apps/grpo_main.py", "--config", "configs/grpo_tiny.yaml"], words
-            overrides = [word for word in words[4:] if not word.startswith("--")]
-            load_config(ROOT / words[3], overrides)
-
-
-def test_the_model_zoo_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (words,) = [words for words in commands("bash") if words[:3] == ["python", "-m", "forge_async.model_zoo"]]
-    assert model_zoo.main(words[3:]) == 0
-    assert (tmp_path / words[4] / "config.json").exists()
-
-
-def test_the_replay_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """They are understood, up to the run that is not there."""
-    monkeypatch.chdir(tmp_path)
-    lines = [line for block in BLOCKS for line in block.text.splitlines() if line.startswith("forge-async replay ")]
-    assert len(lines) >= 2
-    for line in lines:
-        assert cli.main(shlex.split(line)[1:]) == 1
-        assert "must be a run's folder" in capsys.readouterr().err
-
-
-def shown(command: str) -> list[list[str]]:
-    """The words of every ``forge-async`` line, after its name, whatever the block."""
-    lines = [line for block in BLOCKS for line in block.text.splitlines() if line.startswith(command)]
-    return [shlex.split(line, comments=True)[1:] for line in lines]
-
-
-def test_every_forge_async_command_is_understood_and_its_settings_exist() -> None:
-    """Up to what it would do; tests/test_cli.py and tests/integration do it."""
-    group = typer.main.get_command(cli.app)
-    lines = shown("forge-async ")
-    assert {words[0] for words in lines} >= {
-        "run",
-        "doctor",
-        "sft",
-        "replay",
-        "generate",
-        "episodes",
-        "compare",
-        "dashboard",
-        "trace",
-    }
-    for words in lines:
-        if words == ["--install-completion"]:
-            continue
-        command = group.commands[words[0]]  # type: ignore[attr-defined]
-        parsed = command.make_context(words[0], list(words[1:])).params
-        schema = SFTConfig if words[0] == "sft" else Config
-        load_config(ROOT / parsed["config"] if "config" in parsed else None, parsed.get("overrides"), schema)
+def test_scripts_that_are_named_exist() -> None:
+    """``folder/script.py`` in running text, the package's own also without its name."""
+    named = {path for page in PAGES for path in re.findall(r"`((?:\w+/)+\w+\.py)(?:::\w+)?`", page.read_text())}
+    assert {"forge_async/types.py", "benchmarks/weight_path.py"} <= named
+    missing = [path for path in sorted(named) if not any((ROOT / room / path).exists() for room in ("", "forge_async"))]
+    assert missing == []
 
 
 def test_what_the_pages_say_of_the_handle_exists() -> None:
@@ -143,14 +55,8 @@ def test_what_the_pages_say_of_the_handle_exists() -> None:
             first, _, rest = name[1:].partition(".")
             owner = owners.get(f".{first}") or (getattr(handle, first, None) if rest else handle)
             if not hasattr(owner, rest or first):
-                missing.append(f"{page.name}: run{name}")
+                missing.append(f"{name_of(page)}: run{name}")
     assert missing == []
-
-
-def test_scripts_that_are_only_shown_exist() -> None:
-    for words in commands("text"):
-        if words[0] == "python":
-            assert (ROOT / words[1]).exists(), words
 
 
 def test_print_config_prints_what_can_be_loaded(tmp_path: Path) -> None:
@@ -230,7 +136,7 @@ def test_every_setting_that_is_named_exists() -> None:
                 and not name.endswith((".py", ".yaml", ".jsonl", ".json", ".png"))
                 and name not in known
             ):
-                unknown.append(f"{page.name}: {name}")
+                unknown.append(f"{name_of(page)}: {name}")
     assert unknown == []
 
 
@@ -242,14 +148,14 @@ def test_summary_keys_are_all_explained() -> None:
             assert f"`{name}`" in page, name
 
 
-def test_the_list_of_settings_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("config_reference", ROOT / "tools/config_reference.py")
+@pytest.mark.parametrize("tool", ["config_reference", "cli_reference"])
+def test_the_lists_of_settings_and_commands_are_up_to_date(tool: str) -> None:
+    spec = importlib.util.spec_from_file_location(tool, ROOT / f"tools/{tool}.py")
     assert spec is not None
     assert spec.loader is not None
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
-    written = (ROOT / "docs/configuration-reference.md").read_text()
-    assert written == reference.page(), "docs/configuration-reference.md is behind the code: run `make docs`"
+    assert reference.PAGE.read_text() == reference.page(), f"{reference.PAGE} is behind the code: run `make reference`"
 
 
 def test_every_case_names_tests_that_exist() -> None:
@@ -258,8 +164,37 @@ def test_every_case_names_tests_that_exist() -> None:
     named = [re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row) for row in rows]
     assert len(rows) >= 38
     assert [row for row, tests in zip(rows, named, strict=True) if not tests] == []
-    defined: dict[str, set[str]] = {}
-    for path in {path for tests in named for path, _ in tests}:
-        tree = ast.parse((ROOT / path).read_text())
-        defined[path] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    assert [f"{path}::{name}" for tests in named for path, name in tests if name not in defined[path]] == []
+    missing = [f"{path}::{name}" for tests in named for path, name in tests if name not in functions_of(path)]
+    assert missing == []
+
+
+STEP = re.compile(
+    r"step +(\d+)/(\d+)  reward ([\d.]+)  staleness ([\d.]+) max (\d+)  tok/s gen (\d+) train (\d+)"
+    r"  buffer (\d+)\+(\d+)  idle trainer (\d+)% gen (\d+)%  ([\d.]+) s"
+)
+
+
+@pytest.mark.parametrize("page", ["observability.md", "first-run.md"])
+def test_the_lines_of_the_console_are_what_it_prints(page: str) -> None:
+    """Every line shown is one that the code makes: steps by a function, others by the words of their source."""
+    (shown,) = [block.text.splitlines() for block in BLOCKS if block.page == page and "tok/s gen" in block.text]
+    sources = "".join((ROOT / f"forge_async/{name}.py").read_text() for name in SAYING)
+    summary = dict(Summary(steps=6, wall_s=7.0, rewards=[0.2] * 6).lines(Path("runs/grpo_tiny/reward.png")))
+    for text in shown:
+        label = text.split(" ")[0]
+        if found := STEP.fullmatch(text):
+            step, total, *figures, idle, other, seconds = [float(w) if "." in w else int(w) for w in found.groups()]
+            view = StepView(step, *figures, idle / 100, [other / 100], seconds)  # type: ignore[arg-type]
+            assert line(view, int(total)) == text
+        elif label in summary:
+            assert (
+                re.sub(r"[\d.%]+", "0", text).split("dropped:")[0]
+                == re.sub(r"[\d.%]+|-(?=$)", "0", f"{label:<11}{summary[label]}").split("dropped:")[0]
+            )
+        elif text not in ("...", "runs/grpo_tiny/summary.json"):
+            words = re.split(r"\d[\d.e-]*|runs/\S+|http\S+", text)
+            assert all(word.strip() in sources for word in words), text
+
+
+SAYING = ("run/engines", "run/parts", "dashboard/monitor")
+"""Where lines of the console come from."""

@@ -312,5 +312,10 @@ def test_make_targets() -> None:
     assert planned("test")[1] == ".venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder"
     assert planned("test", "TESTS=tests/buffer")[1] == ".venv/bin/python -m pytest tests/buffer"
     assert planned("check")[1] == ".venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy"
+    site, told = planned("site")[1:]
+    assert site == ".venv/bin/python -m sphinx -W --keep-going -q -d out/doctrees docs out/site"
+    assert "out/site/index.html" in told
+    shown = subprocess.run([make, "help"], cwd=ROOT, env={"PATH": os.environ["PATH"]}, text=True, capture_output=True)
+    assert "make site" in shown.stdout and "$" not in shown.stdout, "nothing unexpanded"
     assert "make check" in (ROOT / ".ci/run").read_text()
     assert "make test" in (ROOT / ".ci/run").read_text()

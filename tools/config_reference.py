@@ -20,7 +20,7 @@ from forge_async.config import Config, SFTConfig
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration-reference.md"
 HEAD = """# All settings
 
-Written by `make docs` from the config dataclasses. [Configuration](configuration.md) says how to set them.
+Written by `make reference` from the config dataclasses. [Configuration](configuration.md) says how to set them.
 `null` is YAML's word for "not given".
 """
 

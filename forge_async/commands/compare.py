@@ -28,6 +28,13 @@ FIGURES = (
     *("swaps_in_flight", "tokens_per_s/generated", "tokens_per_s/trained", "idle_share/trainer"),
 )
 """Of ``summary.json``, which a run has once it has ended."""
+LAST = {
+    "tokens_per_s/generated": "tokens_per_s/generated",
+    "tokens_per_s/trained": "tokens_per_s/trained",
+    "idle_share/trainer": "idle/trainer",
+}
+"""Rates of a run that goes on: those of its last step, under these names in metrics.jsonl."""
+UNFINISHED = "*"
 WIDTH = 40
 
 
@@ -47,11 +54,28 @@ def frames_of(folders: Sequence[RunFolder]) -> dict[str, pandas.DataFrame]:
     return frames
 
 
-def figures_of(folder: RunFolder) -> dict[str, Any]:
-    """The summary's figures, flattened; empty while the run goes on."""
-    if not folder.summary.is_file():
-        return {}
-    return flatten(json.loads(folder.summary.read_text(encoding="utf-8")))
+def figures_of(folder: RunFolder, frame: pandas.DataFrame) -> dict[str, str]:
+    """The summary's figures, flattened; of a run that goes on, those that its steps so far tell, marked by a ``*``."""
+    if folder.summary.is_file():
+        summary = flatten(json.loads(folder.summary.read_text(encoding="utf-8")))
+        return {key: _number(summary.get(key)) for key in FIGURES}
+    return {key: f"{_number(value)}{UNFINISHED}" for key, value in figures_so_far(frame).items()}
+
+
+def figures_so_far(frame: pandas.DataFrame) -> dict[str, Any]:
+    """What metrics.jsonl tells of the summary to come: means, maxima and sums over its steps, rates of the last one."""
+    figures: dict[str, Any] = {"steps": len(frame)}
+    if "reward" in frame:
+        rewards = frame["reward"].astype(float)
+        figures |= {"reward/first5": rewards.head(5).mean(), "reward/last10": rewards.tail(10).mean()}
+    if "staleness_max" in frame:
+        figures["staleness/max_seen"] = int(frame["staleness_max"].max())
+    if "train/trained_tokens" in frame:
+        figures["tokens/trained"] = int(frame["train/trained_tokens"].sum())
+    for key, series in LAST.items():
+        if series in frame and len(values := frame[series].dropna()):
+            figures[key] = float(values.iloc[-1])
+    return figures
 
 
 def comparison(folders: Sequence[RunFolder]) -> RenderableType:
@@ -74,10 +98,13 @@ def comparison(folders: Sequence[RunFolder]) -> RenderableType:
     table.add_column("")
     for run in frames:
         table.add_column(run, justify="right")
-    figures = [figures_of(folder) for folder in folders]
+    figures = [figures_of(folder, frame) for folder, frame in zip(folders, frames.values(), strict=True)]
     for key in FIGURES:
-        table.add_row(key, *(_number(each.get(key)) for each in figures))
-    return Group(curves, Text(""), table)
+        table.add_row(key, *(each.get(key, "-") for each in figures))
+    shown: list[RenderableType] = [curves, Text(""), table]
+    if any(text.endswith(UNFINISHED) for each in figures for text in each.values()):
+        shown.append(Text(f"{UNFINISHED} The run has not ended: as of its last step."))
+    return Group(*shown)
 
 
 def draw(folders: Sequence[RunFolder], path: Path) -> None:

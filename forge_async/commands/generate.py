@@ -11,11 +11,13 @@ from forge_async.commands.folders import config_of, run_folder
 from forge_async.config import Config, load_config
 from forge_async.errors import ModelNotFoundError
 from forge_async.mesh import MeshRuntime, plan_placement
+from forge_async.observability import RunFolder
 from forge_async.observability.tables import Listing
 from forge_async.policy.actor import PolicyActor
+from forge_async.policy.config import SamplingConfig
 from forge_async.prepare import check_model, load_tokenizer, model_positions
 from forge_async.run.checkpoints import Checkpoints, version_of
-from forge_async.run.controls import Answer, generate, prompt_ids
+from forge_async.run.controls import Answer, generate, prompt_ids, sampling_of
 
 
 async def answer(
@@ -29,18 +31,32 @@ async def answer(
     Raises:
         ForgeError: there is no model, or a setting is wrong.
     """
-    if is_model(source):
-        return await ask(load_config(None, overrides), Path(source), prompt, n, seed)
-    folder = run_folder(source)
-    config = config_of(folder, overrides)
+    folder = None if is_model(source) else run_folder(source)
+    config, sampling = settings_of(folder, overrides or [])
+    if folder is None:
+        return await ask(config, sampling, Path(source), prompt, n, seed)
     newest = Checkpoints(folder).newest()
     version = 0 if newest is None else version_of(newest)  # the run saved it when it exported the model
     if (folder.path / "model" / "config.json").is_file():
-        return await ask(config, folder.path / "model", prompt, n, seed, version)
+        return await ask(config, sampling, folder.path / "model", prompt, n, seed, version)
     with tempfile.TemporaryDirectory(prefix="forge-async-generate-") as temporary:
         model = Path(temporary) / "model"
         export(folder, config, None, model)
-        return await ask(config, model, prompt, n, seed, version)
+        return await ask(config, sampling, model, prompt, n, seed, version)
+
+
+def settings_of(folder: RunFolder | None, overrides: list[str]) -> tuple[Config, SamplingConfig]:
+    """The run's config (None: the defaults) and its sampling, with ``overrides``; to be greedy, as training may not, is
+    for the latter alone.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    mine = "policy.sampling.temperature="
+    others = [override for override in overrides if not override.startswith(mine)]
+    config = load_config(None, others) if folder is None else config_of(folder, others)
+    temperatures = [override.removeprefix(mine) for override in overrides if override.startswith(mine)]
+    return config, sampling_of(config.policy, {"temperature": temperatures[-1]} if temperatures else {})
 
 
 def is_model(source: str) -> bool:
@@ -58,7 +74,9 @@ def is_model(source: str) -> bool:
     return found
 
 
-async def ask(config: Config, model: Path, prompt: str, n: int, seed: int | None, version: int = 0) -> Listing[Answer]:
+async def ask(
+    config: Config, sampling: SamplingConfig, model: Path, prompt: str, n: int, seed: int | None, version: int = 0
+) -> Listing[Answer]:
     """Start one replica on ``model``, whose weights are of ``version``, ask it, and end it."""
     check_model(model)
     tokenizer = load_tokenizer(model)
@@ -72,4 +90,4 @@ async def ask(config: Config, model: Path, prompt: str, n: int, seed: int | None
         for report in await service.fan_out("setup"):
             if isinstance(report, BaseException):
                 raise report
-        return await generate(service, ids, policy.sampling, n, tokenizer, "asked", seed)
+        return await generate(service, ids, sampling, n, tokenizer, "asked", seed)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
+import math
+import re
 import time
 from collections.abc import Awaitable, Callable
 from http.cookies import SimpleCookie
@@ -19,6 +22,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from forge_async.dashboard.commands import Commands, send_command
+from forge_async.dashboard.episodes import ORDERS
 from forge_async.dashboard.view import RunView
 
 STATIC = Path(__file__).parent / "static"
@@ -123,8 +127,8 @@ def make_app(view: RunView, port: int, token: str | None = None, control: bool =
         return JSONResponse(
             view.episode_rows(
                 max(0, _whole(query, "start") or 0),
-                min(1000, _whole(query, "count") or 200),
-                query.get("order", "newest"),
+                max(0, min(1000, _whole(query, "count") or 200)),
+                _order(query),
                 query.get("mixed") == "1",
                 _whole(query, "step"),
                 _number(query, "lowest"),
@@ -190,9 +194,28 @@ def _told(work: Callable[[Request], Response]) -> Callable[[Request], Awaitable[
     return endpoint
 
 
+def _order(query: QueryParams) -> str:
+    order = query.get("order", "newest")
+    if order not in ORDERS:
+        raise ValueError(f"order = {order[:50]!r}: must be one of {', '.join(ORDERS)}")
+    return order
+
+
 def _whole(query: QueryParams, name: str) -> int | None:
-    return int(query[name]) if query.get(name) else None
+    """A parameter; None where it is not given. Raises ValueError, in words for whoever asked."""
+    value = query.get(name)
+    if not value:
+        return None
+    if not re.fullmatch(r"-?[0-9]{1,18}", value):
+        raise ValueError(f"{name} = {value[:50]!r}: must be a whole number")
+    return int(value)
 
 
 def _number(query: QueryParams, name: str) -> float | None:
-    return float(query[name]) if query.get(name) else None
+    value = query.get(name)
+    if not value:
+        return None
+    with contextlib.suppress(ValueError):
+        if math.isfinite(number := float(value)):
+            return number
+    raise ValueError(f"{name} = {value[:50]!r}: must be a finite number")

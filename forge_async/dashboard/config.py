@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from forge_async.errors import require
 
 PORT = 8790
+MONARCH_PORT = 8265
+"""Monarch's own; when it is taken, the next free one of the twenty that follow."""
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -25,6 +27,8 @@ class DashboardConfig:
     """
     control: bool = False
     """Whether the page may pause, resume and stop the run."""
+    monarch: bool = False
+    """Serve Monarch's own page about meshes, actors and messages, too: on a loopback address, linked from the run's."""
 
     def __post_init__(self) -> None:
         require(1 <= self.port <= 65535, "port", self.port, "a port from 1 to 65535")

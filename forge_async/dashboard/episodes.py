@@ -23,6 +23,7 @@ EPISODE_HEAD = re.compile(
 )
 """What ``EpisodeRecorder`` writes first."""
 
+ORDERS = ("newest", "oldest", "best", "worst")
 HEAD_BYTES = 256
 UNREADABLE = -1
 """In place of the step, of a line that is no episode."""
@@ -82,7 +83,7 @@ class EpisodeTable(Table):
         return found
 
     def select(self, order: str, mixed: bool, step: int | None, lowest: float | None) -> np.ndarray:
-        """int64 [N]: episodes in ``order`` (newest, oldest, best, worst), of those with several versions (``mixed``),
+        """int64 [N]: episodes in ``order`` (one of :data:`ORDERS`), of those with several versions (``mixed``),
         of one step, with at least the reward ``lowest``."""
         if order in ("newest", "oldest") and not mixed and step is None and lowest is None:
             everything = np.arange(len(self))

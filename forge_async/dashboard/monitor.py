@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from forge_async.dashboard.commands import Commands
-from forge_async.dashboard.serve import Beside
+from forge_async.dashboard.config import MONARCH_PORT
+from forge_async.dashboard.serve import PORTS_TRIED, Beside, bind
 from forge_async.errors import ForgeError
+from forge_async.mesh.runtime import current_runtime
 from forge_async.observability.clocks import IdleMeter, RateMeter
 from forge_async.observability.console import Console
 from forge_async.observability.jsonl import to_plain
@@ -97,6 +99,22 @@ class Monitor:
         else:
             self._begin(self._announce(self._page))
 
+    async def open_monarch(self) -> None:
+        """Serve Monarch's own page, if the config says so; to be called in an open ``MeshRuntime`` before anything is
+        spawned. A run goes on without it, too."""
+        if not self._config.dashboard.monarch:
+            return
+        from forge_async.mesh.monarch_telemetry_compat import MonarchDashboard
+
+        try:
+            page = await MonarchDashboard.start(bind("127.0.0.1", MONARCH_PORT, PORTS_TRIED))
+        except Exception as error:  # parts of it are private to Monarch
+            self._console.warn(f"Monarch's own dashboard did not start: {error}. The run goes on without it.")
+            return
+        current_runtime().adopt(page)
+        self._console.print(f"Monarch's dashboard: {page.url}")
+        self._record("monarch_dashboard", url=page.url)
+
     def start(self, engines: Engines, buffer: RolloutBuffer) -> None:
         """Look from now on, until :meth:`stop`."""
         self._engines, self._buffer = engines, buffer
@@ -154,7 +172,7 @@ class Monitor:
         if "error" in answer:
             self._console.warn(f"{answer['error']} The run goes on without its page.")
         else:
-            self._console.print(f"dashboard: {answer['url']}")
+            self._console.print(f"dashboard: {answer['url']}{answer['moved']}")
             self._record("dashboard", port=answer["port"])
 
     async def _watch(self) -> None:

@@ -13,13 +13,14 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 from forge_async.dashboard.config import LOOPBACK_HOSTS, PORT, DashboardConfig
-from forge_async.errors import ForgeError
+from forge_async.errors import ConfigError, ForgeError, require
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,20 @@ def url_of(host: str, port: int, token: str | None) -> str:
     return f"http://{name}:{port}/" + (f"?token={quote(token)}" if token else "")
 
 
+def taken(port: int, listening: socket.socket) -> str:
+    """A remark beside the address where it is not at ``port``."""
+    return f" (port {port} is taken)" if listening.getsockname()[1] != port else ""
+
+
+@contextlib.contextmanager
+def options_named() -> Iterator[None]:
+    """What is wrong with a setting is wrong with the option of that name here."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"--{error.key}", error.value, error.allowed, error.remedy) from None
+
+
 def serve(folder: Path, listening: socket.socket, token: str | None, control: bool) -> None:
     """Serve until interrupted (or, in the process beside a run, until that ends)."""
     import uvicorn
@@ -103,8 +118,10 @@ def open_dashboard(
     Raises:
         ForgeError: there is no such folder, or the port is taken.
     """
-    listening, url = _listen(run, port, PORT if port is None else port, host, token or "")
-    moved = f" (port {PORT} is taken)" if port is None and listening.getsockname()[1] != PORT else ""
+    with options_named():
+        require(port is None or 0 <= port <= 65535, "port", port, "a port from 1 to 65535, or 0 for any free one")
+        listening, url = _listen(run, port, PORT if port is None else port, host, token or "")
+    moved = taken(PORT, listening) if port is None else ""
     with contextlib.suppress(KeyboardInterrupt):  # how a server is ended
         print(f"dashboard of {run}: {url.text}{moved}", flush=True)
         serve(run, listening, url.token, control)
@@ -123,7 +140,8 @@ def serve_beside(arguments: list[str] | None = None) -> None:
     except ForgeError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return
-    print(json.dumps({"url": url.text, "port": listening.getsockname()[1]}), flush=True)
+    answer = {"url": url.text, "port": listening.getsockname()[1], "moved": taken(options.port, listening)}
+    print(json.dumps(answer), flush=True)
     threading.Thread(target=_end_with_standard_input, daemon=True).start()
     serve(options.run, listening, url.token, options.control)
 

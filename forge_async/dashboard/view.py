@@ -168,7 +168,14 @@ class RunView:
             state = "starting"
         else:
             state = str((self._read_status() or {}).get("state", "running"))
-        return {"state": state, "started": (start or last).get("at"), "last": last.get("at")}
+        began, monarch = (start or last).get("at"), events.newest("monarch_dashboard") or {}
+        serves = end is None and float(monarch.get("at", 0)) >= float(began or 0)  # else it was another process's
+        return {
+            "state": state,
+            "started": began,
+            "last": last.get("at"),
+            "monarch": monarch.get("url") if serves else None,
+        }
 
     def _last_sign(self) -> float:
         try:

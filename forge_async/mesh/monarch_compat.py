@@ -9,6 +9,11 @@
   that cannot be pickled at all becomes a ``RuntimeError`` with its text. ``test_remote_errors_keep_their_kind`` tells.
 - ``shutdown_at_exit``: Monarch ends its client at interpreter exit and gives that one second; on a busy machine the
   ``TimeoutError`` is printed after an otherwise clean run.
+- ``without_log_notice``: Monarch's client writes where its own log goes to standard error, straight from Rust, on every
+  start; no setting of it (``MONARCH_FILE_LOG`` included) leaves the line out. Other lines pass.
+  ``test_the_notice_of_monarchs_own_log_is_left_out`` tells when there is none any more.
+- ``show_endpoints``: an endpoint is an object without signature or docstring of its own, so that the reference would
+  leave it out; the documentation's build puts the methods back. ``test_the_reference_has_what_scripts_use`` tells.
 - ``SupervisionError``: exported only by the Rust bindings.
 """
 
@@ -17,12 +22,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import os
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch._src.actor.endpoint import EndpointProperty
 from monarch.actor import ActorError, HostMesh, ProcMesh, default_bootstrap_cmd, shutdown_context, this_host
 
 from forge_async.mesh.processes import HOST_CORES_VARIABLE
@@ -30,6 +38,7 @@ from forge_async.mesh.processes import HOST_CORES_VARIABLE
 __all__ = ["CORES_VARIABLE", "SupervisionError", "WORKER_MAIN", "shutdown_at_exit", "spawn_proc_mesh"]
 
 CORES_VARIABLE = "FORGE_ASYNC_CORES"
+LOG_NOTICE = b"Monarch internal logs are being written to "
 
 WORKER_MAIN = f"""
 import os, runpy, signal
@@ -57,10 +66,36 @@ def spawn_proc_mesh(
     return hosts.spawn_procs(per_host={"procs": procs}, name=name, bootstrap_command=command)
 
 
+def show_endpoints(actor: type) -> None:
+    """Put the methods of an actor's endpoints in their places: for its documentation, it is no actor afterwards."""
+    for name, value in list(vars(actor).items()):
+        if isinstance(value, EndpointProperty):
+            setattr(actor, name, value._method)
+
+
+@contextlib.contextmanager
+def without_log_notice() -> Iterator[None]:
+    """What is written to standard error meanwhile comes after it, less Monarch's line about its log."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as kept:
+        before = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(before, 2)
+            kept.seek(0)
+            for line in kept:
+                if not line.startswith(LOG_NOTICE):
+                    os.write(before, line)
+            os.close(before)
+
+
 @functools.cache
 def shutdown_at_exit() -> None:
     """Start Monarch's client, and end it at exit before Monarch's own handler would, with more patience."""
-    this_host()  # registers Monarch's handler; handlers run in reverse order of registration
+    with without_log_notice():
+        this_host()  # registers Monarch's handler; handlers run in reverse order of registration
 
     def shut_down() -> None:
         with contextlib.suppress(Exception):  # the interpreter is ending: nobody is left to handle it

@@ -12,6 +12,9 @@ from forge_async.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+META_FILE = "forge.json"
+"""In a checkpoint's folder: written last, so that it marks a whole one."""
+
 
 class RunPaths:
     """What lies where in the folder of a run; nothing need be there."""

@@ -16,10 +16,12 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_async.errors import RunFailed
-from forge_async.policy.lockstep import Command
+
+if TYPE_CHECKING:  # it imports torch, which the exit code of a command must not wait for
+    from forge_async.policy.lockstep import Command
 
 Entry = list[Any]
 """A command as it is written down: its kind, then what tells it from others."""

@@ -16,10 +16,13 @@
    (``return_sampling_mask``), the CPU one does not: there the likeliest log-probs of the processed distribution are
    asked for, and those of -inf dropped. Needed until the CPU runner records masks.
    ``tests/policy/test_engine.py::test_the_recorded_mask_is_the_set_that_was_kept`` covers it.
+6. ``prepare_environment``: on CPU vLLM warns at its import, whatever its log level, that Triton has no CPU backend;
+   nothing here asks for one. ``tests/policy/test_quiet.py::test_vllms_notice_of_triton_is_left_out`` covers it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +48,14 @@ ENVIRONMENT = {
 
 
 def prepare_environment() -> None:
+    """Variables and log filters; before vLLM is imported."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("vllm.triton_utils.importing").addFilter(_is_no_notice_of_triton)
+
+
+def _is_no_notice_of_triton(record: logging.LogRecord) -> bool:
+    return not record.msg.startswith("Triton is installed, but doesn't include CPU backend")
 
 
 def build_engine(exchangeable: bool = True, **engine_args: Any) -> LLMEngine:

@@ -14,7 +14,25 @@
 person handles and sees, ``handle.py`` is the run as its user knows it.
 """
 
-from forge_async.run.handle import Run, launch
-from forge_async.run.status import Status
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from forge_async.tqdm_compat import quiet_tqdm
+
+if TYPE_CHECKING:
+    from forge_async.run.handle import Run, launch
+    from forge_async.run.status import Status
+
+_ROOMS = {"Run": "handle", "Status": "status", "launch": "handle"}
 
 __all__ = ["Run", "Status", "launch"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: to look for a checkpoint must not wait for Monarch and torch."""
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    quiet_tqdm()
+    return getattr(importlib.import_module(f"{__name__}.{_ROOMS[name]}"), name)

@@ -10,7 +10,7 @@ from typing import Any
 
 from forge_async.errors import ConfigError
 from forge_async.observability import RunFolder
-from forge_async.trainer.checkpoint import META_FILE
+from forge_async.observability.run_folder import META_FILE
 
 NAME = re.compile(r"version-(\d+)")
 

@@ -21,6 +21,7 @@ from forge_async.policy.turns import Diverged
 from forge_async.prepare import ensure_model, load_tokenizer, model_positions
 from forge_async.rollout.datasets import PromptSource
 from forge_async.rollout.environment import Environment, EnvironmentMaker, environment_maker, own_rows
+from forge_async.rollout.reward_names import check_reward_names
 from forge_async.rollout.rollout import CLOSE_S
 from forge_async.run.checkpoints import Checkpoints
 from forge_async.run.engines import Engines
@@ -76,6 +77,8 @@ class Parts:
             ForgeError: a setting or a file is wrong.
         """
         config = self.config
+        with prefix_errors("reward"):
+            check_reward_names(config.reward.specs)
         await ensure_model(config.model)
         positions = model_positions(config.model.path)
         if positions is not None and config.policy.max_model_len > positions:
@@ -119,6 +122,7 @@ class Parts:
         """
         await self.runtime.__aenter__()
         self._entered = True
+        await self.monitor.open_monarch()
         config, began, console = self.config, time.monotonic(), self.recording.console
         self.engines = engines = Engines(config, self.journal, self.record, console.phase)
         checkpoint = self.checkpoints.newest() if config.resume else None

@@ -50,12 +50,12 @@ def advantages(
 ) -> list[list[float]]:
     """A_i = (r_i - baseline) / scale, for groups of any sizes.
 
-    ===============  =============================================================  ====================================
-    ``group_mean``   mean of the group                                              GRPO, arXiv 2402.03300, 4.1.2
+    =================  ===========================================================  ====================================
+    ``group_mean``     mean of the group                                            GRPO, arXiv 2402.03300, 4.1.2
     ``leave_one_out``  mean of the group's others: n / (n - 1) (r_i - group mean)   RLOO, arXiv 2402.14740
-    ``batch_mean``   mean of the batch's episodes                                   REINFORCE++, arXiv 2501.03262
-    ``none``         0                                                              REINFORCE
-    ===============  =============================================================  ====================================
+    ``batch_mean``     mean of the batch's episodes                                 REINFORCE++, arXiv 2501.03262
+    ``none``           0                                                            REINFORCE
+    =================  ===========================================================  ====================================
 
     Scales are sample deviations (n - 1): of the group's rewards (``group_std``); of r - baseline over the groups of the
     same task (``task_std``) or over the batch (``batch_std``); or 1 (``none``; Dr. GRPO, arXiv 2503.20783).

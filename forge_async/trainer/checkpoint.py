@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
 from forge_async.errors import ForgeError
-
-META_FILE = "forge.json"
+from forge_async.observability.run_folder import META_FILE
 
 
 def save_checkpoint(folder: Path, state: dict[str, Any], version: int, extra: dict[str, Any], rank: int) -> None:

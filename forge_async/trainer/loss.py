@@ -127,12 +127,14 @@ def policy_loss(tokens: PolicyTokens, parts: LossParts) -> LossSums:
 def surrogate(tokens: PolicyTokens, old_K: torch.Tensor, finite_K: torch.Tensor, parts: LossParts) -> Surrogate:
     """With d_t = clamp(log pi_t - log old_t, +- max_log_ratio), r_t = exp(d_t), advantage A_t and sg = no gradient:
 
-    token_clip (PPO, arXiv 1707.06347; dual clip, 1912.09729):
+    token_clip (PPO, arXiv 1707.06347; dual clip, 1912.09729)
         s_t = min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t); for A_t < 0 no less than max_ratio A_t
-    sequence_clip (GSPO, arXiv 2507.18071): the same with the sequence's ratio, r = exp(mean_t d_t)
-    cispo (MiniMax-M1, arXiv 2506.13585):
+    sequence_clip (GSPO, arXiv 2507.18071)
+        the same with the sequence's ratio, r = exp(mean_t d_t)
+    cispo (MiniMax-M1, arXiv 2506.13585)
         s_t = sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log pi_t
-    policy_gradient (REINFORCE): s_t = A_t log pi_t
+    policy_gradient (REINFORCE)
+        s_t = A_t log pi_t
     """
     nothing_K = torch.zeros_like(finite_K)
     advantage_K, logprob_K = tokens.advantage_K, tokens.logprob_K

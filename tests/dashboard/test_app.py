@@ -18,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+from forge_async import cli
 from forge_async.dashboard import serve
 from forge_async.dashboard.app import make_app
 from forge_async.dashboard.commands import Commands, send_command
@@ -85,8 +86,23 @@ def test_episodes_are_given_in_pages(made_up: Path) -> None:
     record = web.get("/api/episodes/70").json()
     assert record == json.loads((made_up / "episodes.jsonl").read_text().splitlines()[70])
     assert web.get("/api/episodes/80").status_code == 404
-    assert web.get("/api/episodes?start=x").status_code == 400
-    assert web.get("/api/timeline?start=0&end=nonsense").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("episodes?start=abc", "start = 'abc': must be a whole number"),
+        ("episodes?step=1.5", "step = '1.5': must be a whole number"),
+        ("episodes?count=%s" % ("9" * 5000), f"count = '{'9' * 50}': must be a whole number"),
+        ("episodes?lowest=nan", "lowest = 'nan': must be a finite number"),
+        ("episodes?order=best-first", "order = 'best-first': must be one of newest, oldest, best, worst"),
+        ("timeline?start=0&end=nonsense", "end = 'nonsense': must be a finite number"),
+        ("state?row=-x", "row = '-x': must be a whole number"),
+    ],
+)
+def test_a_wrong_parameter_is_named_in_a_sentence(made_up: Path, address: str, message: str) -> None:
+    answer = client(made_up).get(f"/api/{address}")
+    assert (answer.status_code, answer.json()) == (400, {"error": message})
 
 
 def test_figures_for_prometheus_are_the_newest(made_up: Path) -> None:
@@ -238,7 +254,7 @@ def test_two_dashboards_on_one_port_and_the_end_of_the_run(made_up: Path) -> Non
     second = None
     try:
         answer = first.answer()
-        assert answer["port"] == port
+        assert (answer["port"], answer["moved"]) == (port, "")
         command = [sys.executable, "-m", "forge_async.cli", "dashboard", str(made_up), "--port", str(port)]
         other = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert other.returncode == 1
@@ -286,6 +302,33 @@ async def test_a_run_without_its_page_warns_and_goes_on(
     monitor.close()
     (warning,) = warnings
     assert "The run goes on without it" in warning
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--port", "99999"], "error: --port = 99999: must be a port from 1 to 65535, or 0 for any free one.\n"),
+        (["--port", "-1"], "error: --port = -1: must be a port from 1 to 65535, or 0 for any free one.\n"),
+        (["--host", ""], "error: --host = '': must be an address of this machine, such as 127.0.0.1 or 0.0.0.0.\n"),
+        (["--token", "short"], "error: --token = '*****': must be at least 16 ASCII characters.\n"),
+    ],
+)
+def test_a_wrong_option_is_named(
+    made_up: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["dashboard", str(made_up), *words]) == 1
+    assert capsys.readouterr().err == message
+
+
+def test_a_live_run_says_that_its_usual_port_was_taken(made_up: Path) -> None:
+    with serve.bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        page = serve.Beside.start(made_up, DashboardConfig(port=port))
+        try:
+            answer = page.answer()
+        finally:
+            page.stop()
+    assert answer["moved"] == f" (port {port} is taken)"
 
 
 def test_a_dashboard_that_cannot_start_says_why(tmp_path: Path) -> None:

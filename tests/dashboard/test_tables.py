@@ -189,9 +189,12 @@ def test_an_empty_folder_is_a_run_that_has_not_begun(tmp_path: Path) -> None:
 def test_how_a_run_stands_is_told_by_its_events(tmp_path: Path) -> None:
     import time
 
-    def state(*events: dict[str, object]) -> str:
+    def told(*events: dict[str, object]) -> dict[str, object]:
         (tmp_path / "events.jsonl").write_text("".join(json.dumps({"t": 0, **event}) + "\n" for event in events))
-        return str(RunView(tmp_path).state(0, 0, 0, [])["run"]["state"])
+        return dict(RunView(tmp_path).state(0, 0, 0, [])["run"])
+
+    def state(*events: dict[str, object]) -> object:
+        return told(*events)["state"]
 
     now = time.time()
     start, ready = {"at": now, "kind": "start"}, {"at": now, "kind": "ready"}
@@ -203,6 +206,10 @@ def test_how_a_run_stands_is_told_by_its_events(tmp_path: Path) -> None:
     assert state(start, ready) == "running"
     assert state(start, ready, {"at": now, "kind": "end", "outcome": "failed"}) == "failed"
     assert state(start, {"at": now, "kind": "end", "outcome": "failed"}, start, ready) == "running", "resumed"
+    monarch, end = {"at": now, "kind": "monarch_dashboard", "url": "its page"}, {"at": now, "kind": "end"}
+    assert told(start, monarch, ready)["monarch"] == "its page"
+    assert told(start, monarch, ready, end)["monarch"] is None
+    assert told(start, monarch, {"at": now + 9, "kind": "start"})["monarch"] is None, "it was of the process before"
     (tmp_path / "status.json").unlink()
     assert state({"at": now - 3600, "kind": "start"}) == "silent"
     assert state({"at": now - 100, "kind": "start"}) == "starting", "engines take their time, and say nothing meanwhile"

@@ -17,6 +17,8 @@ from forge_async.config import Config
         (["trainer.procs=2", "trainer.parallelism.dp_shard=3"], ["trainer.procs", "dp_shard"]),
         (["policy.max_model_len=9000", "trainer.max_sequence_tokens=9000"], ["policy.max_model_len", "9000"]),
         (["resume=runs/none"], ["resume", "runs/none"]),
+        (["reward.functions=[tiny_tsk:share_of_digits]"], ["reward.functions[0]", "tiny_tsk:share_of_digits"]),
+        (["reward.functions=[tiny_task:share_of_digit]"], ["Did you mean tiny_task:share_of_digits?"]),
     ],
 )
 def test_settings_are_refused(app, monkeypatch, capsys, overrides: list[str], words: list[str]) -> None:
@@ -34,11 +36,10 @@ def test_settings_are_refused(app, monkeypatch, capsys, overrides: list[str], wo
     ("overrides", "words"),
     [
         (["dataset.kind=jsonl", "dataset.path=none.jsonl"], ["none.jsonl"]),
-        (["reward.functions=[tiny_task:missing]"], ["reward.functions[0]", "tiny_task:missing"]),
         (["dataset.max_prompt_tokens=5", "dataset.overlong_prompts=error"], ["max_prompt_tokens", "5"]),
     ],
 )
-def test_data_and_rewards_are_refused_by_the_app(app, overrides: list[str], words: list[str]) -> None:
+def test_data_are_refused_by_the_app(app, overrides: list[str], words: list[str]) -> None:
     code, output = app.run(*overrides, timeout=180)
     assert code == 1, output
     assert "Traceback" not in output

@@ -102,6 +102,7 @@ def driven(folder: Path) -> tuple[dict[str, str], Path]:
 
 def test_a_run_is_driven_by_hand(driven: tuple[dict[str, str], Path]) -> None:
     outputs, run = driven
+    assert "IProgress" not in "".join(outputs.values())
     assert "run by_hand: paused" in output_of(outputs, "await run.start()")
     assert output_of(outputs, "await run.step(2)\n").splitlines()[-1].startswith("[(1, ")
     assert "version    2 of 40" in outputs["run.status()"] and "healthy, version 2" in outputs["run.status()"]

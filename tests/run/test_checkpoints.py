@@ -9,8 +9,8 @@ import pytest
 
 from forge_async.errors import ConfigError
 from forge_async.observability import RunFolder
+from forge_async.observability.run_folder import META_FILE
 from forge_async.run.checkpoints import Checkpoints
-from forge_async.trainer.checkpoint import META_FILE
 
 WHOLE = json.dumps({"version": 7, "extra": {"source": {}, "ledger": {}}})
 

@@ -111,7 +111,7 @@ function Control({ run, refresh }) {
 }
 
 function Head({ run, refresh }) {
-  const { state, started, last } = run.run;
+  const { state, started, last, monarch } = run.run;
   const total = run.config.steps, step = run.metrics.last.step || 0;
   const until = ENDED.includes(state) ? last : run.now;
   return html`
@@ -125,7 +125,10 @@ function Head({ run, refresh }) {
         ${run.config.model && html`<span class="note wide" title=${run.config.model}>${run.config.model.replace(/.*\//, "")}${run.config.dataset ? ` · ${run.config.dataset}` : ""}</span>`}
       </div>
       <${Control} run=${run} refresh=${refresh} />
-      <nav>${["pipeline", "curves", "timeline", "episodes", "events"].map((id) => html`<a href=${`#${id}`}>${id}</a>`)}</nav>
+      <nav>
+        ${["pipeline", "curves", "timeline", "episodes", "events"].map((id) => html`<a href=${`#${id}`}>${id}</a>`)}
+        ${monarch && html`<a href=${monarch} target="_blank" rel="noreferrer" title="Monarch's own page about its meshes">monarch</a>`}
+      </nav>
     </header>
   `;
 }

@@ -265,7 +265,7 @@ TARGETS = "tests/test_setup.py::test_make_targets"
 TABLE = (
     Row(r"forge-async (\w+ )?--help", shows_its_help),
     Row(r"forge-async \w+", is_a_command),
-    Row(r"forge-async run \S+\.yaml.* resume=.*", prints_its_config, RUN, 'app.run("resume=runs/tiny", "steps=6")'),
+    Row(r"forge-async run \S+\.yaml.* resume=.*", prints_its_config, RUN, 'app.run("resume=runs/tiny", "steps=6"'),
     Row(r"forge-async run \S+\.yaml.*", prints_its_config, RUN, "app.run("),
     Row(
         r"forge-async doctor \S+\.yaml.*",
@@ -300,7 +300,7 @@ TABLE = (
     ),
     Row(r"make (grpo|smollm2|test|check|setup).*", makes, TARGETS, "planned("),
     Row(r"make fuzz", makes, "tests/buffer/test_fuzz.py::test_every_schedule_keeps_every_promise", ""),
-    Row(r"python apps/grpo_main.py.* resume=.*", app_prints_its_config, RUN, 'app.run("resume=runs/tiny", "steps=6")'),
+    Row(r"python apps/grpo_main.py.* resume=.*", app_prints_its_config, RUN, 'app.run("resume=runs/tiny", "steps=6"'),
     Row(r"python apps/grpo_main.py.*", app_prints_its_config, RUN, "app.run("),
     Row(
         r"python apps/examples/generate.py .*",

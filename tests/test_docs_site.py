@@ -101,7 +101,7 @@ def test_nothing_is_loaded_from_elsewhere(built: Path, pages: dict[Path, Page]) 
     [
         ("run", ["forge_async.launch", "Run.step", "PolicyControl.generate", "forge_async.doctor.examine"]),
         ("records", ["forge_async.types.Completion.policy_versions"]),
-        ("rollout", ["Environment.reply", "forge_async.rollout.rewards.exact_match"]),
+        ("rollout", ["Environment.session", "Session.reply", "forge_async.rollout.rewards.exact_match"]),
         ("buffer", ["RolloutBuffer", "forge_async.buffer.Ledger"]),
         ("policy", ["PolicyActor.generate"]),
         (

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_async.errors import ForgeError
 from forge_async.policy import checkpoint
-from forge_async.store.digest import DigestedCopy, bytes_digest, tensor_bytes
+from forge_async.store.digest import DigestedCopy, bytes_digest, digest_of_blocks, number_of_blocks, tensor_bytes
 from forge_async.store.pulled import Pulled
 
 NOT_A_WEIGHT = "rotary_emb.inv_freq"
@@ -263,8 +263,8 @@ class Place:
                 source = tensors[name].contiguous()
                 if digests and name in self._in_place:
                     if name not in self._digested:
-                        self._digested[name] = DigestedCopy(target, source.shape, source.shape)
-                    self._digests[name] = self._digested[name](source)
+                        self._digested[name] = DigestedCopy(target, source.shape, 0, number_of_blocks(target.nbytes))
+                    self._digests[name] = digest_of_blocks(target.dtype, source.shape, self._digested[name](source))
                 else:
                     target.copy_(source if piece is None else piece.of(source), non_blocking=True)
 

@@ -1,14 +1,20 @@
-"""Digests: equal exactly when two sides hold the same weights, bit for bit."""
+"""Digests: equal exactly when two sides hold the same weights, bit for bit.
+
+A tensor's digest is taken over the digests of its blocks, runs of ``BLOCK_BYTES`` of its bytes in row-major order: so
+it is the same whoever has which part, and several processes can each digest what they have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import xxhash
 
-BLOCK_BYTES = 512 << 10
-"""Of a copy that is digested on the way: what a core's second-level cache holds."""
+BLOCK_BYTES = 128 << 10
+"""Of a block: a copy that is cast and digested on the way has it in a core's second-level cache."""
+DIGEST_BYTES = 16
+"""Of one block's digest."""
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -17,33 +23,36 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(here.detach().view(-1).view(torch.uint8).numpy())
 
 
-def _header(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
-    return f"{dtype}{list(shape)}".encode()
-
-
 def tensor_digest(tensor: torch.Tensor) -> str:
     """xxh3_128 (hex) of dtype, shape and bytes of a full tensor."""
-    return pieces_digest(tensor.dtype, tuple(tensor.shape), [tensor])
+    return bytes_digest(tensor.dtype, tensor.shape, tensor_bytes(tensor))
 
 
 def bytes_digest(dtype: torch.dtype, shape: Sequence[int], content: memoryview) -> str:
     """:func:`tensor_digest` of a tensor whose bytes are at hand."""
-    state = xxhash.xxh3_128(_header(dtype, shape))
-    state.update(content)
+    return digest_of_blocks(dtype, shape, block_digests(content, range(number_of_blocks(len(content)))))
+
+
+def digest_of_blocks(dtype: torch.dtype, shape: Sequence[int], blocks: bytes | bytearray) -> str:
+    """:func:`tensor_digest` out of the digests of all blocks."""
+    state = xxhash.xxh3_128(f"{dtype}{list(shape)}".encode())
+    state.update(blocks)
     return state.hexdigest()
 
 
-def pieces_digest(dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> str:
-    """The digest of the tensor of ``shape`` whose bytes are those of ``pieces``, one after the other."""
-    state = xxhash.xxh3_128(_header(dtype, shape))
-    for piece in pieces:
-        if piece.numel():
-            state.update(tensor_bytes(piece))
-    return state.hexdigest()
+def number_of_blocks(nbytes: int) -> int:
+    """Of a tensor; the last one may be shorter than the others."""
+    return -(-nbytes // BLOCK_BYTES)
+
+
+def block_digests(content: memoryview, blocks: range) -> bytes:
+    """Digests of some blocks of a tensor with the bytes ``content``, one after the other."""
+    starts = range(blocks.start * BLOCK_BYTES, blocks.stop * BLOCK_BYTES, BLOCK_BYTES)
+    return b"".join(xxhash.xxh3_128_digest(content[start : start + BLOCK_BYTES]) for start in starts)
 
 
 class DigestedCopy:
-    """Copies into one place, each digested on the way: by blocks, while they are in the processor's caches.
+    """Copies into one place; its blocks are digested on the way, while they are in the processor's caches.
 
     Made once for a place that takes every version's values: making views costs more than small tensors' copies.
 
@@ -51,22 +60,32 @@ class DigestedCopy:
         target: contiguous, on the CPU.
         source_shape: of what is copied; it may have other dimensions than ``target``, with its elements in the same
             order.
-        shape: of the full tensor, for its digest.
+        before: bytes of ``target`` before the first block that it holds all of.
+        blocks: how many it holds all of.
     """
 
-    def __init__(self, target: torch.Tensor, source_shape: Sequence[int], shape: Sequence[int]) -> None:
+    def __init__(self, target: torch.Tensor, source_shape: Sequence[int], before: int, blocks: int) -> None:
         target = target.detach().view(tuple(source_shape))
-        self._header = _header(target.dtype, shape)
         self._rows = max(1, len(target) * BLOCK_BYTES // target.nbytes) if target.dim() and target.numel() else 1
-        self._blocks = [(block, tensor_bytes(block)) for block in self._split(target)]
+        content = tensor_bytes(target)[before:]
+        self._steps: list[tuple[torch.Tensor, list[memoryview]]] = []
+        """(Part of the target, blocks that are complete once it is copied)."""
+        copied, digested = -before, 0
+        for part in self._split(target):
+            copied += part.nbytes
+            last = copied == len(content)
+            complete = blocks if last else max(digested, min(blocks, copied // BLOCK_BYTES))
+            starts = range(digested * BLOCK_BYTES, complete * BLOCK_BYTES, BLOCK_BYTES)
+            self._steps.append((part, [content[start : start + BLOCK_BYTES] for start in starts]))
+            digested = complete
 
-    def __call__(self, source: torch.Tensor) -> str:
-        """Copy ``source``, cast to the target's dtype; the digest of what the target holds then."""
-        state = xxhash.xxh3_128(self._header)
-        for (block, content), values in zip(self._blocks, self._split(source), strict=True):
-            block.copy_(values)
-            state.update(content)
-        return state.hexdigest()
+    def __call__(self, source: torch.Tensor) -> bytes:
+        """Copy ``source``, cast to the target's dtype; the digests of the blocks that the target holds then."""
+        found = []
+        for (part, blocks), values in zip(self._steps, self._split(source), strict=True):
+            part.copy_(values)
+            found += [xxhash.xxh3_128_digest(block) for block in blocks]
+        return b"".join(found)
 
     def _split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         return tensor.split(self._rows) if tensor.dim() else (tensor,)

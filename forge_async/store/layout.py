@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from forge_async.store.digest import pieces_digest
+from forge_async.store.digest import BLOCK_BYTES, number_of_blocks
 from forge_async.store.errors import StoreError
 
 ALIGNMENT = 64
@@ -75,6 +75,9 @@ class Piece:
     in_full: bool = False
     """Whether the full tensor begins at ``start``, with the piece at its offsets in it; else the piece lies there
     alone, row-major."""
+    blocks: tuple[int, int] = (0, 0)
+    """[first, end) of the full tensor's blocks (``digest.py``) that lie in the piece alone, so that its rank can digest
+    them."""
 
     @property
     def numel(self) -> int:
@@ -109,6 +112,11 @@ class TensorEntry:
     pieces: tuple[Piece, ...]
     needs: tuple[tuple[int, int], ...]
     """(Rank, how many pieces of its plan): once each has written so many, the tensor is written."""
+
+    @property
+    def nbytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -268,6 +276,7 @@ def plan_part(shards: tuple[ShardSpec, ...], full: tuple[FullTensor, ...] | None
             slot.bucket,
             slot.start,
             in_full=full is not None,
+            blocks=own_blocks(shard, in_full=full is not None),
         )
         for shard, slot in zip(shards, slots, strict=True)
     )
@@ -283,6 +292,19 @@ def place_of(shard: ShardSpec, places: Mapping[str, tuple[FullTensor, Slot]]) ->
             f"{'no such tensor' if full is None else f'a {full.dtype} tensor of shape {full.shape}'}"
         )
     return slot
+
+
+def own_blocks(shard: ShardSpec, in_full: bool) -> tuple[int, int]:
+    """:attr:`Piece.blocks` of a shard: all of a full tensor, none where rows are cut."""
+    nbytes = math.prod(shard.global_shape) * shard.dtype.itemsize
+    if shard.shape == shard.global_shape:
+        return 0, number_of_blocks(nbytes)
+    if not in_full or shard.shape[1:] != shard.global_shape[1:]:
+        return 0, 0
+    row = nbytes // shard.global_shape[0]
+    start, end = shard.offsets[0] * row, (shard.offsets[0] + shard.shape[0]) * row
+    first, last = -(-start // BLOCK_BYTES), number_of_blocks(end) if end == nbytes else end // BLOCK_BYTES
+    return first, max(first, last)
 
 
 def group_pieces(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
@@ -347,22 +369,6 @@ def lies_in_full(pieces: Sequence[Piece]) -> bool:
     return first.is_whole or all(
         piece.in_full and (piece.bucket, piece.start) == (first.bucket, first.start) for piece in pieces
     )
-
-
-def in_row_major_order(pieces: Sequence[Piece]) -> bool:
-    """True when the bytes of ``pieces``, one after the other, are the full tensor's (split along dimension 0)."""
-    return all(piece.shape[1:] == piece.global_shape[1:] for piece in pieces)
-
-
-def digest_of_pieces(pieces: Sequence[Piece], buckets: Mapping[int, torch.Tensor]) -> str:
-    """The digest of a full tensor out of its pieces, without assembling it where they are split along dimension 0."""
-    dtype: torch.dtype = getattr(torch, pieces[0].dtype)
-    shape = pieces[0].global_shape
-    if lies_in_full(pieces):
-        return pieces_digest(dtype, shape, [pieces[0].full_view(buckets[pieces[0].bucket])])
-    if in_row_major_order(pieces):
-        return pieces_digest(dtype, shape, (piece.view(buckets[piece.bucket]) for piece in pieces))
-    return pieces_digest(dtype, shape, [assemble(pieces, buckets)])
 
 
 def assemble(

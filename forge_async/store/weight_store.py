@@ -102,7 +102,7 @@ class WeightStore:
             StoreError: naming the rank that failed with its cause, or the tensor that the parts do not cover exactly.
         """
         part = PartWriter(self, version, rank)
-        digests: dict[str, str] = {}
+        digests = b""
         failure: str | None = None
         try:
             digests = await part.write(ranks, tensors, layout)
@@ -137,7 +137,7 @@ class WeightStore:
         Raises:
             VersionGone: it was deleted, or never committed.
         """
-        return await self._pull(await self.request("acquire", version), regions)
+        return await self._pull(await self.request("acquire", version, self.shares_memory()), regions)
 
     async def acquire_next(self, version: int) -> Pulled:
         """As :meth:`acquire` for the newest version, as soon as that is at least ``version``.

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from forge_async.store import StoreError
-from forge_async.store.digest import tensor_digest, version_digest
 from forge_async.store.layout import (
     FullTensor,
     Layout,
@@ -17,7 +16,6 @@ from forge_async.store.layout import (
     buckets_of,
     check_coverage,
     combined,
-    digest_of_pieces,
     lies_in_full,
     plan_buckets,
     plan_part,
@@ -58,31 +56,6 @@ def test_holes_overlaps_and_disagreements_are_named(pieces, message):
         check_coverage("w", pieces)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dimension", [0, 1])
-def test_pieces_digest_as_the_full_tensor(dtype, dimension):
-    full = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
-    name = str(dtype).removeprefix("torch.")
-    pieces, buckets = [], {}
-    for index, (start, size) in enumerate([(0, 3), (3, full.shape[dimension] - 3)]):
-        part = full.narrow(dimension, start, size).contiguous()
-        buckets[index] = part.reshape(-1).view(torch.uint8)
-        offsets = (start, 0) if dimension == 0 else (0, start)
-        pieces.append(piece(offsets, tuple(part.shape), dtype=name, bucket=index))
-    assert torch.equal(assemble(pieces, buckets), full)
-    assert digest_of_pieces(pieces, buckets) == tensor_digest(full)
-
-
-def test_digests_tell_bits_shapes_dtypes_and_names_apart():
-    zeros = torch.zeros(2, 3)
-    others = [torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32), -zeros, torch.tensor(0.0)]
-    assert len({tensor_digest(tensor) for tensor in [zeros, *others]}) == 5
-    assert tensor_digest(torch.arange(6.0).view(3, 2).T) == tensor_digest(torch.tensor([[0.0, 2, 4], [1, 3, 5]]))
-    version = {"a": zeros, "b": others[0]}
-    assert version_digest(version) == version_digest({name: tensor_digest(t) for name, t in reversed(version.items())})
-    assert version_digest(version) != version_digest({"a": others[0], "b": zeros})
-
-
 def test_pieces_written_into_the_full_tensor_need_no_assembly():
     full = torch.arange(24.0).view(4, 6)
     bucket = torch.zeros(64 + 96, dtype=torch.uint8)
@@ -93,7 +66,6 @@ def test_pieces_written_into_the_full_tensor_need_no_assembly():
     check_coverage("w", [left, right])
     assert lies_in_full([left, right])
     assert torch.equal(right.full_view(bucket), full)
-    assert digest_of_pieces([left, right], {0: bucket}) == tensor_digest(full)
     assert not lies_in_full([left, Piece("w", "float32", (4, 6), (0, 2), (4, 4), 1, 0)])
 
 

@@ -237,7 +237,7 @@ async def test_a_rank_that_comes_after_anothers_failure_is_told_and_may_try_agai
         plan = plan_part((), None, 1 << 20)
         attempt = (await store.request("begin", version, 1, 2, plan, True)).attempt if granted else None
         with pytest.raises(StoreError, match=failure):
-            await store.request("finish", version, 1, 2, attempt, "no space left", {})
+            await store.request("finish", version, 1, 2, attempt, "no space left", b"")
 
     async def publish(rank: int) -> str:
         return (await asyncio.wait_for(store.publish(version, rank, 2, shards(version, rank, 2)), 10)).digest

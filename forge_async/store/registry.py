@@ -285,9 +285,11 @@ class Registry(ForgeActor):
         self._collection = asyncio.ensure_future(self._collect())
 
     async def _digest_seams(self, entry: Version) -> Blocks:
-        """Where that was not done beside the writing, since ranks have put their buckets themselves."""
+        """Where ranks have put their buckets themselves, so that it was not done beside the writing."""
         assert entry.layout_data is not None
         wanted = seams(entry.layout_data)
+        if not wanted:
+            return {}
         memory, keys = entry.memory(), entry.keys()
         needed = {piece.bucket for name in wanted for piece in entry.layout.tensors[name].pieces}
         client = await torchstore_compat.client(self._store_name)
@@ -390,7 +392,7 @@ def _digest_beside_writing(entry: Version) -> Blocks:
     counts, tensors = WrittenCounts(entry.counts), entry.layout.tensors
 
     def ready(name: str) -> bool:
-        return counts.wait(tensors[name].needs, entry.settled.done)
+        return counts.wait(tensors[name].needs(), entry.settled.done)
 
     return digest_seams(entry.layout, seams(entry.layout_data), entry.memory(), ready)
 

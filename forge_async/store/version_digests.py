@@ -25,7 +25,7 @@ def seams(layout: bytes) -> dict[str, list[range]]:
     first."""
     found = {}
     entries = unpacked_layout(layout).tensors
-    for name in sorted(entries, key=lambda name: max(pieces for _, pieces in entries[name].needs)):
+    for name in sorted(entries, key=lambda name: max(written for _, written in entries[name].needs())):
         entry = entries[name]
         left, at = [], 0
         for first, end in sorted(piece.blocks for piece in entry.pieces if piece.blocks[0] < piece.blocks[1]):

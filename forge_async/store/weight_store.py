@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from monarch.actor import ActorError
 
 from forge_async.errors import ForgeError
@@ -216,13 +215,6 @@ class WeightStore:
                 "files under /proc); use auto or rpc"
             )
         return _reachable[self.name]
-
-    def published_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What tensors of ``dtype`` are published in."""
-        if self.config.dtype == "auto" or not dtype.is_floating_point:
-            return dtype
-        published: torch.dtype = getattr(torch, self.config.dtype)
-        return published
 
     async def request(self, name: str, *args: Any) -> Any:
         """Ask the registry."""

@@ -8,12 +8,13 @@ import xxhash
 
 from forge_async.store import FullTensor, StoreError, TensorShard, tensor_digest, version_digest
 from forge_async.store.digest import BLOCK_BYTES
-from forge_async.store.layout import ShardSpec, combined, packed, plan_part, unpacked_layout, unpacked_plan
+from forge_async.store.layout import combined, packed, unpacked_layout, unpacked_plan
+from forge_async.store.part_plan import plan_part
 from forge_async.store.version_digests import digest_seams, seams, tensor_digests
 from forge_async.store.writer import Place, write_shards
 
-SHAPE = (700, 300)
-"""In bfloat16 420,000 bytes: three blocks and a fifth of one."""
+SHAPE = (700, 600)
+"""In bfloat16 840,000 bytes: three blocks and a fifth of one."""
 
 
 def test_digests_tell_bits_shapes_dtypes_and_names_apart():
@@ -27,14 +28,12 @@ def test_digests_tell_bits_shapes_dtypes_and_names_apart():
 
 
 def test_a_digest_is_over_the_blocks_digests():
-    tensor = torch.arange(70_000, dtype=torch.int32)
+    tensor = torch.arange(140_000, dtype=torch.int32)
     content = tensor.numpy().tobytes()
-    blocks = b"".join(
-        xxhash.xxh3_128_digest(part)
-        for part in (content[:BLOCK_BYTES], content[BLOCK_BYTES : 2 << 17], content[2 << 17 :])
-    )
-    assert tensor_digest(tensor) == xxhash.xxh3_128_hexdigest(b"torch.int32[70000]" + blocks)
-    for at in (0, 40_000, 69_999):
+    cut = [content[:BLOCK_BYTES], content[BLOCK_BYTES : 2 * BLOCK_BYTES], content[2 * BLOCK_BYTES :]]
+    blocks = b"".join(xxhash.xxh3_128_digest(part) for part in cut)
+    assert tensor_digest(tensor) == xxhash.xxh3_128_hexdigest(b"torch.int32[140000]" + blocks)
+    for at in (0, 70_000, 139_999):
         changed = tensor.clone()
         changed[at] ^= 1
         assert tensor_digest(changed) != tensor_digest(tensor)
@@ -48,8 +47,8 @@ def cuts(full: torch.Tensor, way: str) -> list[list[tuple[torch.Tensor, tuple[in
         return [[(full[:, :120], (0, 0))], [(full[:, 120:], (0, 120))]]
     if way == "rows":
         return [[(full[:451], (0, 0))], [(full[451:], (451, 0))]]
-    if way == "at a block":  # 2048 rows of 64 bytes are one
-        return [[(full[:2048], (0, 0))], [(full[2048:], (2048, 0))]]
+    if way == "at a block":  # 4096 rows of 64 bytes are one
+        return [[(full[:4096], (0, 0))], [(full[4096:], (4096, 0))]]
     return [[(full[:5], (0, 0)), (full[600:], (600, 0))], [(full[5:600], (5, 0))]]
 
 
@@ -65,26 +64,19 @@ def cuts(full: torch.Tensor, way: str) -> list[list[tuple[torch.Tensor, tuple[in
     ],
 )
 def test_parts_make_the_whole_tensors_digest(common, way, own, left):
-    shape = (3000, 32) if way == "at a block" else SHAPE
+    shape = (6000, 32) if way == "at a block" else SHAPE
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     ranks = [[TensorShard("w", part, shape, at) for part, at in shards] for shards in cuts(values, way)]
     layout = (FullTensor("v", torch.bfloat16, (40,)), FullTensor("w", torch.bfloat16, shape)) if common else None
-    plans = [
-        plan_part(
-            tuple(ShardSpec("w", torch.bfloat16, shape, shard.offsets, shard.part_shape) for shard in shards),
-            layout,
-            1 << 20,
-        )
-        for shards in ranks
-    ]
+    plans = [plan_part(tuple(shard.spec for shard in shards), layout, 1 << 21, "bfloat16") for shards in ranks]
     if not common:
         own, left = ([[(0, 4)]], []) if way == "whole" else ([[(0, 0)] * len(s) for s in ranks], [range(0, 4)])
         if way == "at a block":
             left = [range(0, 2)]
     assert [[piece.blocks for piece in unpacked_plan(plan).pieces] for plan in plans] == own
     if common:
-        plans[0] = plan_part((*specs_of(plans[0]), ShardSpec("v", torch.bfloat16, (40,), (0,), (40,))), layout, 1 << 20)
         ranks[0].append(TensorShard.whole("v", torch.ones(40)))
+        plans[0] = plan_part(tuple(shard.spec for shard in ranks[0]), layout, 1 << 21, "bfloat16")
     packed_layout = combined(tuple(plans))
     whole = unpacked_layout(packed_layout)
     memory = {bucket: torch.zeros(size, dtype=torch.uint8) for bucket, size in enumerate(whole.sizes)}
@@ -107,19 +99,12 @@ def test_parts_make_the_whole_tensors_digest(common, way, own, left):
         tensor_digests(whole, [(plan, digests + b"x") for plan, digests in parts], rest)
 
 
-def specs_of(plan: bytes) -> list[ShardSpec]:
-    return [
-        ShardSpec(piece.name, torch.bfloat16, piece.global_shape, piece.offsets, piece.shape)
-        for piece in unpacked_plan(plan).pieces
-    ]
-
-
 def test_a_permuted_source_is_digested_as_it_lies_in_the_bucket():
     """Llama's query weights: pairs of rows there, halves of heads here; a view of four dimensions."""
     rows = torch.randn(640, 200, generator=torch.Generator().manual_seed(1))
     pairs = rows.view(10, 32, 2, 200).transpose(1, 2)
     shard = TensorShard("w", pairs, (640, 200), (0, 0), (640, 200))
-    plan = unpacked_plan(plan_part((ShardSpec("w", torch.float32, (640, 200), (0, 0), (640, 200)),), None, 1 << 20))
+    plan = unpacked_plan(plan_part((shard.spec,), None, 1 << 20))
     bucket = torch.zeros(plan.sizes[0], dtype=torch.uint8)
     digests = write_shards([Place(plan.pieces[0], bucket, pairs.shape)], [shard], lambda _: None)
     layout = unpacked_layout(combined((packed(plan),)))

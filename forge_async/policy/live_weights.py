@@ -19,7 +19,6 @@ What a flip has prepared can be read, and so attested, before anything live has 
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import math
 import statistics
@@ -34,6 +33,7 @@ from forge_async.errors import ConfigError
 from forge_async.mesh.processes import GiveWay
 from forge_async.policy import vllm_compat
 from forge_async.policy.config import UpdateConfig
+from forge_async.policy.layer_costs import Costs, measure
 from forge_async.policy.weight_plan import Place, WeightMismatchError, WeightPlan, in_parts
 from forge_async.store.digest import tensor_digest
 
@@ -60,16 +60,6 @@ class Prepared:
     """Processor seconds of the preparation, and of reading it back."""
     digests: dict[str, str] = field(default_factory=dict)
     """Of the second set, by HF name, where they were asked for."""
-
-
-@dataclass
-class Costs:
-    """Measured seconds, by form (``packed`` or not)."""
-
-    forward: dict[bool, float]
-    """Of all linear layers in one forward pass."""
-    update: dict[bool, float]
-    """Of bringing one version into this form."""
 
 
 class LiveWeights:
@@ -112,6 +102,13 @@ class LiveWeights:
         self.packs = bool(self.layers) and config.layers != "live"
         """Whether the layers are packed now."""
         self._layout = {name: (tuple(live.shape), live.dtype) for name, live in plan.parameters.items()}
+        self._owners: dict[str, list[tuple[torch.nn.Module, str]]] = {name: [] for name in plan.parameters}
+        """Modules that compute with each parameter (several with tied ones), and what they call it."""
+        names = {id(parameter): name for name, parameter in plan.parameters.items()}
+        for module in model.modules():
+            for key, value in module._parameters.items():
+                if id(value) in names:
+                    self._owners[names[id(value)]].append((module, key))
         self._stream = torch.cuda.Stream(plan.device) if plan.device.type == "cuda" else None
         """Copies beside generation do not wait for forward passes, nor those for them."""
         self._places: dict[str, Place] = {}
@@ -125,7 +122,7 @@ class LiveWeights:
         self._applied = collections.deque([self.now()], maxlen=6)
         self.costs: Costs | None = None
         if self.layers and config.layers == "auto":
-            self.costs = self._measure(rows)
+            self.costs = measure(plan, self.layers, rows)
         if self.packs:
             pack_s = 0.0
             for name, layer in self.layers.items():
@@ -259,11 +256,11 @@ class LiveWeights:
             WeightMismatchError: naming a parameter that a layer holds otherwise.
         """
         assert prepared.weights is not None
-        now = dict(self.model.named_parameters())
         for name, parameter in self.plan.parameters.items():
             layer, packed = self.layers.get(name), prepared.weights.packed.get(name)
             dense = prepared.weights.dense.get(name)
-            right = now[name] is parameter and (dense is None or parameter.data_ptr() == dense.data_ptr())
+            right = all(module._parameters[key] is parameter for module, key in self._owners[name])
+            right = right and (dense is None or parameter.data_ptr() == dense.data_ptr())
             if layer is not None and packed is not None:
                 right = right and layer.packed(parameter) is packed
             elif layer is not None:
@@ -397,40 +394,4 @@ class LiveWeights:
         interval = statistics.median(
             later - sooner for sooner, later in itertools.pairwise([*self._applied, self.now()])
         )
-        rest = max(step_s - self.costs.forward[self.packs], 0.0)
-
-        def passes(packs: bool) -> float:
-            assert self.costs is not None
-            return max(interval - self.costs.update[packs], 0.0) / (rest + self.costs.forward[packs])
-
-        return passes(True) > passes(False)
-
-    def _measure(self, rows: int) -> Costs:
-        """Time each kind of matrix once in both forms. ``update[True]`` is measured when the layers are packed."""
-        kinds: dict[tuple[int, ...], list[str]] = {}
-        for name, layer in self.layers.items():
-            if isinstance(layer, vllm_compat.PackedLinear):
-                kinds.setdefault(self._layout[name][0], []).append(name)
-        forward = {True: 0.0, False: 0.0}
-        with torch.no_grad():
-            for names in kinds.values():
-                weight = self.plan.parameters[names[0]].data
-                x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype)
-                linear = vllm_compat.CpuLinear()
-                for packs in (False, True):
-                    linear.packed = vllm_compat.pack(weight) if packs else None
-                    forward[packs] += len(names) * _seconds(functools.partial(linear, x, weight))
-        largest = max(self.plan.parameters.values(), key=lambda parameter: parameter.nbytes).data
-        destination = torch.empty_like(largest)
-        copy_s = _seconds(lambda: destination.copy_(largest)) * self.plan.nbytes / largest.nbytes
-        return Costs(forward, {True: copy_s, False: copy_s})
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    """Processor time of one call: the least of three, after one to warm up."""
-    taken = []
-    for _ in range(4):
-        began = time.thread_time()
-        call()
-        taken.append(time.thread_time() - began)
-    return min(taken[1:])
+        return self.costs.choose(interval, step_s, self.packs)

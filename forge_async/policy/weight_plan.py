@@ -23,7 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_async.errors import ForgeError
 from forge_async.policy import checkpoint
-from forge_async.store.digest import DigestedCopy, bytes_digest, tensor_bytes
+from forge_async.store.digest import (
+    DigestedCopy,
+    bytes_digest,
+    digest_of_blocks,
+    nothing,
+    number_of_blocks,
+    tensor_bytes,
+)
 from forge_async.store.pulled import Pulled
 
 NOT_A_WEIGHT = "rotary_emb.inv_freq"
@@ -260,12 +267,14 @@ class Place:
                 if piece is None and (pulled := in_parts(tensors, name)) is not None:
                     pulled.copy_into(name, target)
                     continue
-                source = tensors[name].contiguous()
                 if digests and name in self._in_place:
+                    source, ready = arriving(tensors, name)
                     if name not in self._digested:
-                        self._digested[name] = DigestedCopy(target, source.shape, source.shape)
-                    self._digests[name] = self._digested[name](source)
+                        self._digested[name] = DigestedCopy(target, source.shape, 0, number_of_blocks(target.nbytes))
+                    blocks = self._digested[name](source, ready)
+                    self._digests[name] = digest_of_blocks(target.dtype, source.shape, blocks)
                 else:
+                    source = tensors[name].contiguous()
                     target.copy_(source if piece is None else piece.of(source), non_blocking=True)
 
     def digest(self, name: str) -> str | None:
@@ -277,6 +286,11 @@ class Place:
 def in_parts(tensors: Mapping[str, torch.Tensor], name: str) -> Pulled | None:
     """``tensors`` where they are pulled ones and ``name`` lies in several parts, better copied than put together."""
     return tensors if isinstance(tensors, Pulled) and not tensors.lies_whole(name) else None
+
+
+def arriving(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, Callable[[int], None]]:
+    """A contiguous tensor, and what waits until so many of its first elements can be read: see ``Pulled.arriving``."""
+    return tensors.arriving(name) if isinstance(tensors, Pulled) else (tensors[name].contiguous(), nothing)
 
 
 def build_plan(model: torch.nn.Module, model_path: str | Path, whole: bool = True) -> WeightPlan:

@@ -14,30 +14,31 @@ POLL_S = 0.0005
 """Seconds between two looks at the counts: a small tensor's copy."""
 
 Needs = Sequence[tuple[int, int]]
-"""(Rank, pieces that it must have written)."""
+"""(Rank, elements that it must have written)."""
 
 
 class WrittenCounts:
-    """For each rank the number of its pieces that are written, int64 [ranks] in a segment of the store."""
+    """For each rank the number of elements that it has written, in the order of its plan; int64 [ranks] in a segment of
+    the store."""
 
     def __init__(self, segment: Segment) -> None:
         self._counts = attach(segment).numpy()[: segment.nbytes // 8 * 8].view(np.int64)
         self._fence = threading.Lock()
 
-    def note(self, rank: int, pieces: int) -> None:
-        """Tell that the first ``pieces`` of a rank's plan are written."""
+    def note(self, rank: int, elements: int) -> None:
+        """Tell that the first ``elements`` of a rank's plan are written."""
         with (
             self._fence
         ):  # what was written before a lock is given back is seen before what is written after it is taken
             pass
-        with self._fence:  # orders memory: the pieces are seen before the count
+        with self._fence:  # orders memory: the elements are seen before the count
             pass
         with self._fence:
-            self._counts[rank] = pieces
+            self._counts[rank] = elements
 
     def wait(self, needs: Needs, ended: Callable[[], bool]) -> bool:
         """Block until all that is needed is written; False if ``ended`` is true before. Not for the event loop."""
-        while not all(self._counts[rank] >= pieces for rank, pieces in needs):
+        while not all(self._counts[rank] >= elements for rank, elements in needs):
             if ended():
                 return False
             time.sleep(POLL_S)

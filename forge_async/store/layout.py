@@ -1,8 +1,9 @@
-"""How a version's tensors lie in its buckets: plain records and the pure functions that plan and check them."""
+"""How a version's tensors lie in its buckets: plain records, and the pure functions that combine and check them."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import pickle
 from collections import defaultdict
@@ -12,11 +13,17 @@ from typing import NamedTuple
 
 import torch
 
-from forge_async.store.digest import pieces_digest
 from forge_async.store.errors import StoreError
 
-ALIGNMENT = 64
-"""Bytes: every piece starts at a multiple, so that any dtype can be viewed in place."""
+
+class ShardSpec(NamedTuple):
+    """A shard without its values."""
+
+    name: str
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,12 @@ class TensorShard:
     def part_shape(self) -> tuple[int, ...]:
         """The local part's shape."""
         return tuple(self.tensor.shape) if self.shape is None else self.shape
+
+    @functools.cached_property
+    def spec(self) -> ShardSpec:
+        """Without the values; made once, as the same shards are published again and again."""
+        offsets, shape = tuple(self.offsets), tuple(self.part_shape)
+        return ShardSpec(self.name, self.tensor.dtype, tuple(self.global_shape), offsets, shape)
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> TensorShard:
@@ -75,6 +88,11 @@ class Piece:
     in_full: bool = False
     """Whether the full tensor begins at ``start``, with the piece at its offsets in it; else the piece lies there
     alone, row-major."""
+    blocks: tuple[int, int] = (0, 0)
+    """[first, end) of the full tensor's blocks (``digest.py``) that lie in the piece alone, so that its rank can digest
+    them."""
+    written: tuple[int, int] = (0, 0)
+    """In a layout: (rank, elements that it has written of all its pieces, once it has written this one)."""
 
     @property
     def numel(self) -> int:
@@ -107,8 +125,29 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    needs: tuple[tuple[int, int], ...]
-    """(Rank, how many pieces of its plan): once each has written so many, the tensor is written."""
+
+    @functools.cached_property
+    def runs(self) -> tuple[tuple[int, int, int, int], ...]:
+        """(First element, end, rank, elements that the rank has written at the end) of each piece; a piece that is no
+        run of the tensor's elements counts as one that ends before the first."""
+        row = math.prod(self.shape[1:])
+        uncut = [piece.shape[1:] == self.shape[1:] and bool(self.shape) for piece in self.pieces]
+        starts = [piece.offsets[0] * row if run else 0 for piece, run in zip(self.pieces, uncut, strict=True)]
+        sizes = [piece.numel if run else 0 for piece, run in zip(self.pieces, uncut, strict=True)]
+        return tuple(
+            (start, start + size, *piece.written) for piece, start, size in zip(self.pieces, starts, sizes, strict=True)
+        )
+
+    def needs(self, elements: int | None = None) -> list[tuple[int, int]]:
+        """(Rank, elements that it must have written) for the first ``elements`` to be there, or (None) all."""
+        if elements is None:
+            return [piece.written for piece in self.pieces]
+        return [(rank, written - max(0, end - elements)) for start, end, rank, written in self.runs if start < elements]
+
+    @property
+    def nbytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -197,92 +236,19 @@ def combined(plans: tuple[bytes, ...]) -> bytes:
     parts = [unpacked_plan(plan) for plan in plans]
     sizes = next((part.sizes for part in parts if part.common), ())
     pieces: list[Piece] = []
-    needs: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for rank, part in enumerate(parts):
-        for written, piece in enumerate(part.pieces, start=1):
-            needs[piece.name].append((rank, written))
         before = 0 if part.common else len(sizes)
-        pieces += [replace(piece, bucket=piece.bucket + before) for piece in part.pieces]
+        ends = itertools.accumulate(piece.numel for piece in part.pieces)
+        pieces += [
+            replace(piece, bucket=piece.bucket + before, written=(rank, end))
+            for piece, end in zip(part.pieces, ends, strict=True)
+        ]
         sizes += () if part.common else part.sizes
     tensors = {
-        name: TensorEntry(own[0].dtype, own[0].global_shape, tuple(own), tuple(needs[name]))
+        name: TensorEntry(own[0].dtype, own[0].global_shape, tuple(own))
         for name, own in sorted(group_pieces(pieces).items())
     }
     return packed(Layout(tensors, sizes))
-
-
-class Slot(NamedTuple):
-    """Where a tensor or shard goes."""
-
-    bucket: int
-    start: int
-
-
-def plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> tuple[list[Slot], list[int]]:
-    """Pack tensors or shards of ``sizes`` bytes, in order, into buckets of at most ``bucket_bytes``.
-
-    One larger than that gets a bucket of its own. Returns a slot for each and the bytes of each bucket.
-    """
-    slots: list[Slot] = []
-    buckets: list[int] = []
-    for size in sizes:
-        padded = -(-size // ALIGNMENT) * ALIGNMENT
-        if not buckets or buckets[-1] + padded > bucket_bytes:
-            buckets.append(0)
-        slots.append(Slot(len(buckets) - 1, buckets[-1]))
-        buckets[-1] += padded
-    return slots, buckets
-
-
-class ShardSpec(NamedTuple):
-    """A shard without its values, and the dtype it is published in."""
-
-    name: str
-    dtype: torch.dtype
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=8)
-def plan_part(shards: tuple[ShardSpec, ...], full: tuple[FullTensor, ...] | None, bucket_bytes: int) -> bytes:
-    """Plan one rank's part; as bytes, see :class:`PartPlan`.
-
-    Args:
-        full: every tensor of the version, where the ranks have common buckets; else each shard is packed by itself.
-    Raises:
-        StoreError: a shard is not part of any tensor in ``full``.
-    """
-    packs = full if full is not None else [FullTensor(shard.name, shard.dtype, shard.shape) for shard in shards]
-    slots, sizes = plan_buckets([tensor.nbytes for tensor in packs], bucket_bytes)
-    if full is not None:
-        places = {tensor.name: (tensor, slot) for tensor, slot in zip(full, slots, strict=True)}
-        slots = [place_of(shard, places) for shard in shards]
-    pieces = tuple(
-        Piece(
-            shard.name,
-            str(shard.dtype).removeprefix("torch."),
-            shard.global_shape,
-            shard.offsets,
-            shard.shape,
-            slot.bucket,
-            slot.start,
-            in_full=full is not None,
-        )
-        for shard, slot in zip(shards, slots, strict=True)
-    )
-    return packed(PartPlan(pieces, tuple(sizes), common=full is not None))
-
-
-def place_of(shard: ShardSpec, places: Mapping[str, tuple[FullTensor, Slot]]) -> Slot:
-    """Where the full tensor of ``shard`` goes."""
-    full, slot = places.get(shard.name, (None, Slot(0, 0)))
-    if full is None or full.shape != shard.global_shape or full.dtype != shard.dtype:
-        raise StoreError(
-            f"{shard.name}: the shard is of a {shard.dtype} tensor of shape {shard.global_shape}, the layout has "
-            f"{'no such tensor' if full is None else f'a {full.dtype} tensor of shape {full.shape}'}"
-        )
-    return slot
 
 
 def group_pieces(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
@@ -347,22 +313,6 @@ def lies_in_full(pieces: Sequence[Piece]) -> bool:
     return first.is_whole or all(
         piece.in_full and (piece.bucket, piece.start) == (first.bucket, first.start) for piece in pieces
     )
-
-
-def in_row_major_order(pieces: Sequence[Piece]) -> bool:
-    """True when the bytes of ``pieces``, one after the other, are the full tensor's (split along dimension 0)."""
-    return all(piece.shape[1:] == piece.global_shape[1:] for piece in pieces)
-
-
-def digest_of_pieces(pieces: Sequence[Piece], buckets: Mapping[int, torch.Tensor]) -> str:
-    """The digest of a full tensor out of its pieces, without assembling it where they are split along dimension 0."""
-    dtype: torch.dtype = getattr(torch, pieces[0].dtype)
-    shape = pieces[0].global_shape
-    if lies_in_full(pieces):
-        return pieces_digest(dtype, shape, [pieces[0].full_view(buckets[pieces[0].bucket])])
-    if in_row_major_order(pieces):
-        return pieces_digest(dtype, shape, (piece.view(buckets[piece.bucket]) for piece in pieces))
-    return pieces_digest(dtype, shape, [assemble(pieces, buckets)])
 
 
 def assemble(

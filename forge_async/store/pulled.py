@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from forge_async.errors import ForgeError
 from forge_async.store.counts import WrittenCounts
+from forge_async.store.digest import nothing
 from forge_async.store.errors import StoreError
 from forge_async.store.layout import (
     Manifest,
@@ -22,12 +24,27 @@ from forge_async.store.layout import (
     unpacked_layout,
 )
 from forge_async.store.messages import Digests, Lease
+from forge_async.store.shared_memory import Segment
 
 if TYPE_CHECKING:
     from forge_async.store.weight_store import WeightStore
 
 OUTCOME_S = 10.0
 """Seconds that one request for a version's outcome waits in the store."""
+
+
+_views: dict[tuple[bytes, tuple[Segment, ...]], dict[str, torch.Tensor]] = {}
+"""By layout, and the segments that hold a version: views of its tensors, which versions in the same place have too."""
+
+
+def views_of(lease: Lease) -> dict[str, torch.Tensor]:
+    """Views of tensors where a version lies, as far as they were made; remembered while the store has the segments."""
+    for known in list(_views):
+        if not {segment.segment_id for segment in known[1]}.issubset(lease.live_segments):
+            _views.pop(known, None)
+    if len(lease.segments) < len(lease.keys):
+        return {}
+    return _views.setdefault((lease.layout, tuple(lease.segments.values())), {})
 
 
 class Pulled(Mapping[str, torch.Tensor]):
@@ -45,7 +62,8 @@ class Pulled(Mapping[str, torch.Tensor]):
         self.buckets: dict[int, torch.Tensor] = {}
         self._store = store
         self._lease_id = lease.lease_id
-        self._whole: dict[str, torch.Tensor] = {}
+        self._views = views_of(lease)
+        self._assembled: dict[str, torch.Tensor] = {}
         self._released = False
         self._failure: ForgeError | None = None
         self._renewal = asyncio.ensure_future(self._renew())
@@ -64,14 +82,25 @@ class Pulled(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         """One full tensor, assembled where it lies in several pieces."""
         self._ready(name)
-        if name not in self._whole:
-            pieces = self.manifest.tensors[name].pieces
-            self._whole[name] = (
-                pieces[0].full_view(self.buckets[pieces[0].bucket])
-                if self.lies_whole(name)
-                else assemble(pieces, self.buckets)
-            )
-        return self._whole[name]
+        if name in self._views or self.lies_whole(name):
+            return self._view(name)
+        if name not in self._assembled:
+            self._assembled[name] = assemble(self.manifest.tensors[name].pieces, self.buckets)
+        return self._assembled[name]
+
+    def arriving(self, name: str) -> tuple[torch.Tensor, Callable[[int], None]]:
+        """A tensor that :meth:`lies_whole`, as a view of what may still be written, and what blocks the thread until so
+        many of its first elements are."""
+        if self.manifest.digest:
+            return self[name], nothing
+        self._ready(name, 0)  # where there is nothing to wait for any more, that is an error
+        return self._view(name), functools.partial(self._ready, name)
+
+    def _view(self, name: str) -> torch.Tensor:
+        if name not in self._views:
+            piece = self.manifest.tensors[name].pieces[0]
+            self._views[name] = piece.full_view(self.buckets[piece.bucket])
+        return self._views[name]
 
     def lies_whole(self, name: str) -> bool:
         """Whether asking for a tensor gives a view of it; else :meth:`copy_into` saves putting it together first."""
@@ -141,7 +170,7 @@ class Pulled(Mapping[str, torch.Tensor]):
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        self._whole.clear()
+        self._views, self._assembled = {}, {}
         self.buckets.clear()
         if not await self._store.request("release", self._lease_id):
             raise StoreError(
@@ -149,10 +178,10 @@ class Pulled(Mapping[str, torch.Tensor]):
                 "Raise store.lease_ttl_s"
             )
 
-    def _ready(self, name: str) -> None:
-        """Return when ``name`` may be read."""
+    def _ready(self, name: str, elements: int | None = None) -> None:
+        """Return when ``name``, or so many of its first elements, may be read."""
         if not self.manifest.digest and not self._released:
-            needs = self.manifest.tensors[name].needs
+            needs = self.manifest.tensors[name].needs(elements)
             self._counts.wait(needs, lambda: self._released or self._failure is not None)
         if self._released:
             raise StoreError(f"version {self.version} was released: its tensors may hold another version by now")

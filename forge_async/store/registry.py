@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from monarch.actor import concurrent_endpoint
 
 from forge_async.mesh import ForgeActor
@@ -22,15 +21,11 @@ from forge_async.store import torchstore_compat
 from forge_async.store.counts import WrittenCounts
 from forge_async.store.digest import version_digest
 from forge_async.store.errors import StoreError, VersionGone
-from forge_async.store.layout import (
-    PartPlan,
-    combined,
-    digest_of_pieces,
-    unpacked_plan,
-)
+from forge_async.store.layout import PartPlan, combined, unpacked_plan
 from forge_async.store.messages import Committed, Digests, Grant, Lease, VersionInfo
 from forge_async.store.shared_memory import Segment, SegmentPool, attach, create_segment
 from forge_async.store.version import Buckets, Part, Version
+from forge_async.store.version_digests import Blocks, digest_seams, seams, tensor_digests
 
 logger = logging.getLogger(__name__)
 
@@ -108,17 +103,16 @@ class Registry(ForgeActor):
 
     @concurrent_endpoint
     async def finish(
-        self, version: int, rank: int, ranks: int, attempt: str | None, failure: str | None, digests: dict[str, str]
+        self, version: int, rank: int, ranks: int, attempt: str | None, failure: str | None, digests: bytes
     ) -> Committed:
         """End one rank's part (``failure``: why there is none). When all ``ranks`` have ended theirs, the version is
         committed; returns, or raises, the same for all of them.
 
-        ``digests`` are those of whole tensors, which the rank computes as it writes them.
+        ``digests`` are those of its pieces' own blocks, which the rank computes as it writes them.
         """
         if attempt is not None:
             entry = self._granted(version, rank, attempt)
-            if failure is None:
-                entry.digests |= digests
+            entry.parts[rank].digests = digests
         else:
             entry = self._open(version)
             if rank in entry.outcomes:
@@ -149,28 +143,29 @@ class Registry(ForgeActor):
         return self._latest if newer else None
 
     @concurrent_endpoint
-    async def acquire(self, version: int | None) -> Lease:
-        """Hold ``version`` (None: the newest) for a reader."""
+    async def acquire(self, version: int | None, near: bool) -> Lease:
+        """Hold ``version`` (None: the newest) for a reader; ``near``: it shares memory with the store."""
         wanted = self._latest if version is None else version
         entry = self._versions.get(wanted) if wanted is not None else None
         if entry is None or entry.committed is None:
             have = sorted(number for number, known in self._versions.items() if known.committed is not None)
             what = "no version is committed yet" if wanted is None else f"version {wanted} is not in the store"
             raise VersionGone(f"{what}; it holds {have}")
-        return self._lease(entry)
+        return await self._lease(entry, near)
 
     @concurrent_endpoint
-    async def acquire_next(self, version: int, ahead: bool, timeout_s: float) -> Lease | None:
+    async def acquire_next(self, version: int, near: bool, timeout_s: float) -> Lease | None:
         """Hold the newest version once it is at least ``version``; None after ``timeout_s``.
 
-        With ``ahead``, ``version`` itself while it is still being written, if all of it lies in shared memory.
+        A reader that is ``near`` gets ``version`` itself while it is still being written, if all of it lies in shared
+        memory.
         """
 
         def ready() -> Version | None:
             if self._latest is not None and self._latest >= version:
                 return self._versions[self._latest]
             entry = self._versions.get(version)
-            return entry if entry is not None and (entry.failed or (ahead and entry.within_reach)) else None
+            return entry if entry is not None and (entry.failed or (near and entry.within_reach)) else None
 
         if not await self._until(lambda: ready() is not None, timeout_s):
             return None
@@ -178,7 +173,7 @@ class Registry(ForgeActor):
         assert entry is not None
         if entry.failed:
             await entry.settled
-        return self._lease(entry)
+        return await self._lease(entry, near)
 
     @concurrent_endpoint
     async def outcome(self, lease_id: int, timeout_s: float) -> Digests | None:
@@ -255,16 +250,7 @@ class Registry(ForgeActor):
         keys = [bucket_key(version, owner, attempt, index) for index in range(len(plan.sizes))]
         if not shares_memory:
             return Buckets(keys, [])
-        buckets = Buckets(keys, [self._pool.take(nbytes) for nbytes in plan.sizes])
-        buckets.put = asyncio.ensure_future(self._put_addresses(buckets, plan.sizes))
-        return buckets
-
-    async def _put_addresses(self, buckets: Buckets, sizes: tuple[int, ...]) -> None:
-        """Hand torchstore the segments, whose contents are written meanwhile."""
-        client = await torchstore_compat.client(self._store_name)
-        with torchstore_compat.segment_transport():
-            for key, segment, nbytes in zip(buckets.keys, buckets.segments, sizes, strict=True):
-                await client.put(key, attach(segment)[:nbytes])
+        return Buckets(keys, [self._pool.take(nbytes) for nbytes in plan.sizes])
 
     async def _arrange(self, entry: Version) -> None:
         """All ranks have begun: check that their plans make whole tensors, and let readers see the layout."""
@@ -273,11 +259,8 @@ class Registry(ForgeActor):
         except StoreError as error:
             entry.fail(f"version {entry.number} cannot be committed: {error}")
         else:
-            split = [name for name, tensor in entry.layout.tensors.items() if not tensor.pieces[0].is_whole]
-            if split and entry.within_reach:
-                memory = self._memory_of(entry)
-                digesting = asyncio.to_thread(_digest_beside_writing, entry, split, memory)
-                entry.digesting = asyncio.ensure_future(digesting)
+            if entry.within_reach and seams(entry.layout_data):
+                entry.digesting = asyncio.ensure_future(asyncio.to_thread(_digest_beside_writing, entry))
         await self._tell()
 
     async def _commit(self, entry: Version) -> None:
@@ -287,47 +270,42 @@ class Registry(ForgeActor):
         await entry.arranged
         if entry.failed:
             return
-        await asyncio.gather(*(buckets.put for buckets in entry.all_buckets() if buckets.put is not None))
-        await self._complete_digests(entry)
+        found = await (self._digest_seams(entry) if entry.digesting is None else entry.digesting)
         if self._versions.get(entry.number) is not entry:  # others were served meanwhile
             raise StoreError(refused + "its parts were put again since")
         if self._latest is not None and entry.number <= self._latest:
             raise StoreError(refused + f"version {self._latest} is newer")
         nbytes = sum(entry.layout.sizes)
+        parts = [(unpacked_plan(part.plan), part.digests) for part in entry.parts.values()]
+        entry.digests = tensor_digests(entry.layout, parts, found)
         entry.committed = Committed(entry.number, version_digest(dict(entry.digests)), nbytes)
         entry.committed_at = time.time()
         entry.settled.set_result(entry.committed)
         self._latest = entry.number
         self._collection = asyncio.ensure_future(self._collect())
 
-    async def _complete_digests(self, entry: Version) -> None:
-        """Each tensor's digest: its writer's, one computed beside the writing, or else computed now."""
-        if entry.digesting is not None:
-            entry.digests |= await entry.digesting
-        missing = [name for name in entry.layout.tensors if name not in entry.digests]
-        if not missing:
-            return
-        memory, keys = self._memory_of(entry), entry.keys()
-        needed = {piece.bucket for name in missing for piece in entry.layout.tensors[name].pieces}
+    async def _digest_seams(self, entry: Version) -> Blocks:
+        """Where ranks have put their buckets themselves, so that it was not done beside the writing."""
+        assert entry.layout_data is not None
+        wanted = seams(entry.layout_data)
+        if not wanted:
+            return {}
+        memory, keys = entry.memory(), entry.keys()
+        needed = {piece.bucket for name in wanted for piece in entry.layout.tensors[name].pieces}
+        client = await torchstore_compat.client(self._store_name)
         with torchstore_compat.segment_transport():
-            client = await torchstore_compat.client(self._store_name)
             for bucket in needed - memory.keys():
                 memory[bucket] = await client.get(keys[bucket])
-        tensors = entry.layout.tensors
+        return await asyncio.to_thread(digest_seams, entry.layout, wanted, memory)
 
-        def digests() -> dict[str, str]:
-            return {name: digest_of_pieces(tensors[name].pieces, memory) for name in missing}
-
-        entry.digests |= await asyncio.to_thread(digests)
-
-    def _memory_of(self, entry: Version) -> dict[int, torch.Tensor]:
-        """Buckets in this process's memory."""
-        return {bucket: attach(segment) for bucket, segment in entry.segments().items()}
-
-    def _lease(self, entry: Version) -> Lease:
+    async def _lease(self, entry: Version, near: bool) -> Lease:
         assert entry.layout_data is not None
         lease_id = next(self._lease_numbers)
         self._leases[lease_id] = (entry, time.monotonic() + self._lease_ttl_s)
+        if not near:
+            if entry.announced is None:
+                entry.announced = asyncio.ensure_future(self._announce(entry))
+            await asyncio.shield(entry.announced)
         return Lease(
             lease_id,
             entry.number,
@@ -338,6 +316,13 @@ class Registry(ForgeActor):
             entry.counts,
             entry.committed_digests(),
         )
+
+    async def _announce(self, entry: Version) -> None:
+        """Hand torchstore the segments of a version, for readers that share no memory with them."""
+        client, keys = await torchstore_compat.client(self._store_name), entry.keys()
+        with torchstore_compat.segment_transport():
+            for bucket, memory in entry.memory().items():
+                await client.put(keys[bucket], memory[: entry.layout.sizes[bucket]])
 
     async def _tell(self) -> None:
         async with self._changed:
@@ -385,13 +370,14 @@ class Registry(ForgeActor):
     async def _discard(self, entry: Version) -> None:
         """Delete a version's buckets. Segments of one that was committed are free; of another, a rank may be writing
         still."""
+        near = entry.segments()
+        if entry.announced is not None:
+            await asyncio.wait({entry.announced})
+            near = {}
         client = await torchstore_compat.client(self._store_name)
-        for buckets in entry.all_buckets():
-            if buckets.put is not None:
-                await asyncio.wait({buckets.put})
-            for key in buckets.keys:
-                if await client.exists(key):
-                    await client.delete(key)
+        for bucket, key in enumerate(entry.keys()):
+            if bucket not in near and await client.exists(key):
+                await client.delete(key)
         segments = [*entry.segments().values(), *([entry.counts] if entry.counts is not None else [])]
         if entry.committed is not None:
             self._pool.give_back(segments)
@@ -400,16 +386,15 @@ class Registry(ForgeActor):
             self._pool.give_up(segments)
 
 
-def _digest_beside_writing(entry: Version, names: list[str], memory: dict[int, torch.Tensor]) -> dict[str, str]:
-    """Digests of tensors that several ranks write, each as soon as it is written; not all, if the attempt fails."""
-    assert entry.counts is not None
+def _digest_beside_writing(entry: Version) -> Blocks:
+    """The digests of what no rank digests, each as soon as it is written; not all, if the attempt fails."""
+    assert entry.counts is not None and entry.layout_data is not None
     counts, tensors = WrittenCounts(entry.counts), entry.layout.tensors
-    digests: dict[str, str] = {}
-    for name in sorted(names, key=lambda name: max(pieces for _, pieces in tensors[name].needs)):
-        if not counts.wait(tensors[name].needs, entry.settled.done):
-            break
-        digests[name] = digest_of_pieces(tensors[name].pieces, memory)
-    return digests
+
+    def ready(name: str) -> bool:
+        return counts.wait(tensors[name].needs(), entry.settled.done)
+
+    return digest_seams(entry.layout, seams(entry.layout_data), entry.memory(), ready)
 
 
 def bucket_key(version: int, owner: str, attempt: str, index: int) -> str:

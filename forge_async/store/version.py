@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+
+import torch
 
 from forge_async.store.errors import StoreError
 from forge_async.store.layout import Layout, unpacked_layout
 from forge_async.store.messages import Committed, Digests, VersionInfo
-from forge_async.store.shared_memory import Segment
+from forge_async.store.shared_memory import Segment, attach
+from forge_async.store.version_digests import Blocks
 
 
 @dataclass
@@ -19,8 +21,6 @@ class Buckets:
     keys: list[str]
     segments: list[Segment]
     """One per bucket, none where the rank puts its buckets itself."""
-    put: asyncio.Future[Any] | None = None
-    """Done when torchstore has the segments' addresses."""
 
 
 @dataclass
@@ -31,6 +31,8 @@ class Part:
     plan: bytes
     own: Buckets | None
     """None: it writes to the buckets that all ranks have in common."""
+    digests: bytes = b""
+    """Of its pieces' own blocks, once it has finished."""
 
 
 class Version:
@@ -48,9 +50,11 @@ class Version:
         self.counts: Segment | None = None
         """What the ranks that share memory have written."""
         self.digests: dict[str, str] = {}
-        """Of full tensors, by HF name; all of them once it is committed."""
-        self.digesting: asyncio.Future[dict[str, str]] | None = None
-        """Of tensors that several ranks write, beside their writing."""
+        """Of full tensors, by HF name, once it is committed."""
+        self.digesting: asyncio.Future[Blocks] | None = None
+        """Of what no rank digests, beside the writing."""
+        self.announced: asyncio.Future[None] | None = None
+        """Done when torchstore has the segments' addresses; for the first reader that needs them there."""
         self.committed: Committed | None = None
         self.committed_at = 0.0
         """Unix time."""
@@ -98,6 +102,10 @@ class Version:
         for buckets in self.all_buckets():
             found += buckets.segments or [None] * len(buckets.keys)
         return {index: segment for index, segment in enumerate(found) if segment is not None}
+
+    def memory(self) -> dict[int, torch.Tensor]:
+        """By bucket: those in shared memory, in this process's."""
+        return {bucket: attach(segment) for bucket, segment in self.segments().items()}
 
     def info(self, leases: int) -> VersionInfo:
         if self.committed is None:

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from monarch.actor import ActorError
 
 from forge_async.errors import ForgeError
@@ -102,7 +101,7 @@ class WeightStore:
             StoreError: naming the rank that failed with its cause, or the tensor that the parts do not cover exactly.
         """
         part = PartWriter(self, version, rank)
-        digests: dict[str, str] = {}
+        digests = b""
         failure: str | None = None
         try:
             digests = await part.write(ranks, tensors, layout)
@@ -137,7 +136,7 @@ class WeightStore:
         Raises:
             VersionGone: it was deleted, or never committed.
         """
-        return await self._pull(await self.request("acquire", version), regions)
+        return await self._pull(await self.request("acquire", version, self.shares_memory()), regions)
 
     async def acquire_next(self, version: int) -> Pulled:
         """As :meth:`acquire` for the newest version, as soon as that is at least ``version``.
@@ -216,13 +215,6 @@ class WeightStore:
                 "files under /proc); use auto or rpc"
             )
         return _reachable[self.name]
-
-    def published_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What tensors of ``dtype`` are published in."""
-        if self.config.dtype == "auto" or not dtype.is_floating_point:
-            return dtype
-        published: torch.dtype = getattr(torch, self.config.dtype)
-        return published
 
     async def request(self, name: str, *args: Any) -> Any:
         """Ask the registry."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -10,16 +12,10 @@ import torch
 
 from forge_async.store import torchstore_compat
 from forge_async.store.counts import WrittenCounts
-from forge_async.store.digest import DigestedCopy
-from forge_async.store.layout import (
-    FullTensor,
-    Piece,
-    ShardSpec,
-    TensorShard,
-    plan_part,
-    unpacked_plan,
-)
+from forge_async.store.digest import BLOCK_BYTES, DigestedCopy, nothing
+from forge_async.store.layout import FullTensor, Piece, TensorShard, unpacked_plan
 from forge_async.store.messages import Grant
+from forge_async.store.part_plan import plan_part
 from forge_async.store.shared_memory import attach, forget_segments
 
 if TYPE_CHECKING:
@@ -36,17 +32,16 @@ class PartWriter:
         """Known once the store has granted room."""
         self._store, self._version, self._rank = store, version, rank
 
-    async def write(
-        self, ranks: int, tensors: Sequence[TensorShard], layout: Sequence[FullTensor] | None
-    ) -> dict[str, str]:
+    async def write(self, ranks: int, tensors: Sequence[TensorShard], layout: Sequence[FullTensor] | None) -> bytes:
         """Ask for room and fill it; the arguments are those of :meth:`WeightStore.publish`.
 
         Returns:
-            Digests of whole tensors; those that several ranks write are left to the store.
+            Digests of all pieces' own blocks (:attr:`Piece.blocks`), one after the other.
         """
         shards = [shard for shard in tensors if shard.tensor.numel()]
         near = self._store.shares_memory()
-        data = self._plan(shards, layout if near else None)
+        config, full = self._store.config, None if layout is None or not near else tuple(layout)
+        data = plan_part(tuple(shard.spec for shard in shards), full, config.bucket_mib << 20, config.dtype)
         plan = unpacked_plan(data)
         grant: Grant = await self._store.request("begin", self._version, self._rank, ranks, data, near)
         self.attempt = grant.attempt
@@ -68,21 +63,6 @@ class PartWriter:
                 await client.put(key, bucket)
         return digests
 
-    def _plan(self, shards: Sequence[TensorShard], layout: Sequence[FullTensor] | None) -> bytes:
-        dtype = self._store.published_dtype
-        specs = tuple(
-            ShardSpec(
-                shard.name,
-                dtype(shard.tensor.dtype),
-                tuple(shard.global_shape),
-                tuple(shard.offsets),
-                shard.part_shape,
-            )
-            for shard in shards
-        )
-        full = None if layout is None else tuple(tensor._replace(dtype=dtype(tensor.dtype)) for tensor in layout)
-        return plan_part(specs, full, self._store.config.bucket_mib << 20)
-
 
 class Place:
     """Where one shard goes, in buckets that serve again: its views are made once."""
@@ -92,17 +72,26 @@ class Place:
         self.name = piece.name
         self.source_shape = source_shape
         self._dtype = target.dtype
-        self._digested = DigestedCopy(target, source_shape, piece.global_shape) if piece.is_whole else None
+        self._copy: DigestedCopy | None = None
+        if target.is_contiguous():
+            first, end = piece.blocks
+            row = math.prod(piece.global_shape[1:]) * target.itemsize
+            before = first * BLOCK_BYTES - piece.offsets[0] * row if first else 0
+            self._copy = DigestedCopy(target, source_shape, before, end - first)
         self._target = target.view(source_shape)
 
-    def write(self, values: torch.Tensor) -> str | None:
-        """Copy a shard's values, cast to the piece's dtype; the digest of what is a full tensor."""
+    def write(self, values: torch.Tensor, done: Callable[[int], object] = nothing) -> bytes:
+        """Copy a shard's values, cast to the piece's dtype; the digests of its own blocks.
+
+        ``done`` is called now and then with how many elements are copied.
+        """
         if values.is_cuda:
             values = values.to(self._dtype)  # there, so that half the bytes cross the bus
-        if self._digested is not None:
-            return self._digested(values)
+        if self._copy is not None:
+            return self._copy(values, done=done)
         self._target.copy_(values)
-        return None
+        done(values.numel())
+        return b""
 
 
 _places: dict[tuple[bytes, tuple[str, ...]], list[Place]] = {}
@@ -126,26 +115,27 @@ def places_of(plan: bytes, shards: Sequence[TensorShard], buckets: Sequence[torc
     return places
 
 
-def write_shards(
-    places: Sequence[Place], shards: Sequence[TensorShard], note: Callable[[int], object]
-) -> dict[str, str]:
-    """Copy shards to their places, and ``note`` after each how many are written.
+def write_shards(places: Sequence[Place], shards: Sequence[TensorShard], note: Callable[[int], object]) -> bytes:
+    """Copy shards to their places, and ``note`` now and then how many elements are written.
 
     On CUDA in a stream of its own, beside training.
 
     Returns:
-        Digests of those that are full tensors, by name.
+        Digests of all pieces' own blocks, one after the other.
     """
-    digests = {}
+
+    def copied(before: int, elements: int) -> None:
+        note(before + elements)
+
+    digests = []
     device = next((shard.tensor.device for shard in shards if shard.tensor.is_cuda), None)
     stream = torch.cuda.Stream(device) if device is not None else None
     with torch.no_grad(), torch.cuda.stream(stream):
-        for written, (place, shard) in enumerate(zip(places, shards, strict=True), start=1):
-            digest = place.write(shard.tensor.detach())
-            if digest is not None:
-                digests[place.name] = digest
-            note(written)
-    return digests
+        written = 0
+        for place, shard in zip(places, shards, strict=True):
+            digests.append(place.write(shard.tensor, functools.partial(copied, written)))
+            written += shard.tensor.numel()
+    return b"".join(digests)
 
 
 async def finish_in_thread(function: Callable[[], Result]) -> Result:

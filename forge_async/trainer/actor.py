@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,10 +23,7 @@ from forge_async.trainer.config import TrainerConfig
 from forge_async.types import StepStats, TrainingSequence
 
 if TYPE_CHECKING:
-    import torch
-
     from forge_async.trainer.engine import TrainerEngine
-    from forge_async.trainer.weights import HfShard
 
 Result = TypeVar("Result")
 
@@ -150,8 +147,8 @@ class TrainerActor(ForgeActor):
         self,
         version: int,
         former: asyncio.Task[dict[str, Any]] | None,
-        shards: list[HfShard],
-        layout: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+        shards: Sequence[TensorShard],
+        layout: Sequence[FullTensor],
         copied: threading.Event,
     ) -> dict[str, Any]:
         """One version after the other, as each must be newer than the last committed one."""
@@ -164,12 +161,7 @@ class TrainerActor(ForgeActor):
                     raise ForgeError(f"version {version} is not published, since the one before it failed")
             with self._spans.span("publishing", "publish", version=version):
                 committed = await self.store.publish(
-                    version,
-                    self._ready().rank,
-                    self.config.procs,
-                    [TensorShard(s.name, s.tensor, s.global_shape, s.offsets, s.shape) for s in shards],
-                    [FullTensor(name, dtype, shape) for name, (dtype, shape) in layout.items()],
-                    copied,
+                    version, self._ready().rank, self.config.procs, shards, layout, copied
                 )
         finally:
             copied.set()

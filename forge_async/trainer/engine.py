@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from forge_async.errors import DataError, RunFailed
+from forge_async.store.layout import FullTensor, TensorShard
 from forge_async.trainer import titan_compat as titan
 from forge_async.trainer import weights
 from forge_async.trainer.aggregation import LossWeights, loss_weights
@@ -59,7 +60,7 @@ class TrainerEngine:
         self.total_steps = total_steps
         self.version = 0
         """Policy version: optimizer steps completed."""
-        self._handed_out: tuple[list[int], list[weights.HfShard]] | None = None
+        self._handed_out: tuple[list[int], list[TensorShard]] | None = None
         """Where parameters lay, and the shards that view them, which serve again while they lie there."""
         self.before_update: Callable[[], None] = lambda: None
         """Called before parameters change: whoever reads them beside training may hold the change up."""
@@ -320,7 +321,7 @@ class TrainerEngine:
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def hf_shards(self) -> list[weights.HfShard]:
+    def hf_shards(self) -> list[TensorShard]:
         """This rank's part of the current weights under Hugging Face names. Collective.
 
         Tensors share memory with live parameters: copy before the next step.
@@ -338,8 +339,8 @@ class TrainerEngine:
         return shards
 
     @functools.cached_property
-    def hf_layout(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """dtype and shape of every tensor in full under its Hugging Face name, in the same order on every rank."""
+    def hf_layout(self) -> tuple[FullTensor, ...]:
+        """Every tensor in full under its Hugging Face name, in the same order on every rank."""
         return weights.hf_layout(self.model, self.adapter)
 
     def export_hf(self, folder: str | Path) -> None:

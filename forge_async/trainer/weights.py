@@ -10,7 +10,6 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +22,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from forge_async.errors import ForgeError, ModelNotFoundError
 from forge_async.model_zoo import check_export_folder
+from forge_async.store.layout import FullTensor, TensorShard
 
 _EXPERT_KEY = "moe.routed_experts.inner_experts."
 _PERMUTED = re.compile(r"attention\.qkv_linear\.w[qk]\.weight$")
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".gguf", ".safetensors.index.json")
-
-
-@dataclass(frozen=True)
-class HfShard:
-    """One rank's part of one tensor under its Hugging Face name."""
-
-    name: str
-    tensor: torch.Tensor
-    """The local part; shares memory with the live parameter where no conversion was needed."""
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    """Where the local part begins in the whole, per dimension."""
-    shape: tuple[int, ...] | None = None
-    """Of the local part, where ``tensor`` is a view of other dimensions with its elements in the same order."""
 
 
 def read_safetensors(model_path: str | Path) -> dict[str, torch.Tensor]:
@@ -96,7 +82,7 @@ def load_hf_weights(model: nn.Module, adapter: Any, model_path: str | Path) -> N
 
 
 @torch.no_grad()
-def hf_shards(model: nn.Module, adapter: Any, rank: int, world_size: int) -> Iterator[HfShard]:
+def hf_shards(model: nn.Module, adapter: Any, rank: int, world_size: int) -> Iterator[TensorShard]:
     """This rank's part of every tensor, under Hugging Face names; over all ranks each tensor is covered exactly once.
 
     Views of live parameters, but for tensors that must be gathered (see :func:`_needs_whole`), which go to one rank
@@ -124,24 +110,25 @@ def hf_shards(model: nn.Module, adapter: Any, rank: int, world_size: int) -> Ite
             _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
             if local.numel() and _is_first_replica(value):
                 for hf_name in adapter.to_hf({name: local}):
-                    yield HfShard(hf_name, local, tuple(value.shape), tuple(offsets))
+                    yield TensorShard(hf_name, local, tuple(value.shape), tuple(offsets))
 
 
-def _whole(adapter: Any, name: str, value: torch.Tensor) -> Iterator[HfShard]:
+def _whole(adapter: Any, name: str, value: torch.Tensor) -> Iterator[TensorShard]:
     for hf_name, tensor in adapter.to_hf({name: value}).items():
-        yield HfShard(hf_name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+        yield TensorShard(hf_name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
-def hf_layout(model: nn.Module, adapter: Any) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """dtype and shape of every tensor in full, under Hugging Face names, in the same order on every rank."""
-    layout = {}
+def hf_layout(model: nn.Module, adapter: Any) -> tuple[FullTensor, ...]:
+    """Every tensor in full, under Hugging Face names, in the same order on every rank."""
+    layout = []
     for name, value in model.state_dict().items():
         blank = torch.empty(value.shape, dtype=value.dtype, device="meta")
         for hf_name, tensor in adapter.to_hf({name: blank}).items():
-            layout[hf_name] = (tensor.dtype, tuple(tensor.shape))
-    return layout
+            layout.append(FullTensor(hf_name, tensor.dtype, tuple(tensor.shape)))
+    return tuple(layout)
 
 
+@torch.no_grad()
 def memory_of(model: nn.Module) -> list[int]:
     """Addresses of this rank's parameters: while they stay the same, so do views of them."""
     local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
@@ -170,7 +157,7 @@ def _permuted_heads(adapter: Any, name: str) -> int:
 
 def _unpermuted(
     adapter: Any, name: str, rows: torch.Tensor, heads: int, whole: tuple[int, ...], start: int
-) -> Iterator[HfShard]:
+) -> Iterator[TensorShard]:
     """Rows ``start``... of a query or key weight, as views in Hugging Face's order of rows.
 
     torchtitan holds a head's rows in pairs (j, 0), (j, 1), Hugging Face all of (., 0) before all of (., 1). Whole heads
@@ -183,7 +170,7 @@ def _unpermuted(
     if first < last:
         block = rows[first * head - start : last * head - start]
         pairs = block.view(last - first, head // 2, 2, whole[1]).transpose(1, 2)
-        yield HfShard(hf_name, pairs, whole, (first * head, 0), tuple(block.shape))
+        yield TensorShard(hf_name, pairs, whole, (first * head, 0), tuple(block.shape))
     cuts = [(start, min(end, first * head))] + ([(last * head, end)] if last >= first else [])
     for cut_start, cut_end in cuts:
         base = cut_start // head * head
@@ -191,7 +178,7 @@ def _unpermuted(
             begin = cut_start + (cut_start + half) % 2
             part = rows[begin - start : cut_end - start : 2]
             if cut_start < cut_end and part.shape[0]:
-                yield HfShard(hf_name, part, whole, (base + half * head // 2 + (begin - base) // 2, 0))
+                yield TensorShard(hf_name, part, whole, (base + half * head // 2 + (begin - base) // 2, 0))
 
 
 def _is_split_by_rows(value: DTensor) -> bool:
@@ -208,7 +195,7 @@ def _needs_whole(adapter: Any, name: str, value: DTensor) -> bool:
     return _EXPERT_KEY in name and any(not item.is_replicate() and item.dim != 0 for item in value.placements)
 
 
-def _expert_shards(adapter: Any, name: str, value: DTensor) -> Iterator[HfShard]:
+def _expert_shards(adapter: Any, name: str, value: DTensor) -> Iterator[TensorShard]:
     """Experts are one [E, ...] tensor here and E tensors there; a rank hands out the experts it holds."""
     local = value.to_local()
     _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
@@ -221,7 +208,7 @@ def _expert_shards(adapter: Any, name: str, value: DTensor) -> Iterator[HfShard]
     for index in range(local.shape[0]):
         tensor = local[index]
         hf_name = template.format(layer.group(0), offsets[0] + index)
-        yield HfShard(hf_name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+        yield TensorShard(hf_name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
 def _is_first_replica(value: DTensor) -> bool:

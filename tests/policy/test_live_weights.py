@@ -14,7 +14,8 @@ from torch.nn import functional
 from forge_async.errors import ConfigError
 from forge_async.policy import PolicyConfig, UpdateConfig, vllm_compat
 from forge_async.policy.attestation import DigestMismatchError, attest
-from forge_async.policy.live_weights import Costs, LiveWeights, Prepared
+from forge_async.policy.layer_costs import Costs
+from forge_async.policy.live_weights import LiveWeights, Prepared
 from forge_async.policy.weight_plan import WeightMismatchError, WeightPlan
 from forge_async.store import tensor_digest
 

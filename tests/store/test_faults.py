@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import cloudpickle
 import pytest
@@ -63,10 +64,10 @@ class Rank(ForgeActor):
         if hang_at is not None and rank == 1:
             write, copies = writer.Place.write, iter(range(100))
 
-            def hang(place: writer.Place, values: torch.Tensor) -> str | None:
+            def hang(place: writer.Place, values: torch.Tensor, done: Callable[[int], object]) -> bytes:
                 if next(copies) == hang_at:
                     time.sleep(600)
-                return write(place, values)
+                return write(place, values, done)
 
             writer.Place.write = hang  # type: ignore[method-assign]
         committed = await store.publish(version, rank, 2, shards_of(version, rank), LAYOUT)

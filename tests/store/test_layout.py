@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from forge_async.store import StoreError
-from forge_async.store.digest import tensor_digest, version_digest
 from forge_async.store.layout import (
     FullTensor,
     Layout,
@@ -17,12 +16,10 @@ from forge_async.store.layout import (
     buckets_of,
     check_coverage,
     combined,
-    digest_of_pieces,
     lies_in_full,
-    plan_buckets,
-    plan_part,
     unpacked_layout,
 )
+from forge_async.store.part_plan import plan_buckets, plan_part
 
 
 def piece(offsets, shape, global_shape=(4, 6), dtype="float32", start=0, bucket=0):
@@ -58,31 +55,6 @@ def test_holes_overlaps_and_disagreements_are_named(pieces, message):
         check_coverage("w", pieces)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dimension", [0, 1])
-def test_pieces_digest_as_the_full_tensor(dtype, dimension):
-    full = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
-    name = str(dtype).removeprefix("torch.")
-    pieces, buckets = [], {}
-    for index, (start, size) in enumerate([(0, 3), (3, full.shape[dimension] - 3)]):
-        part = full.narrow(dimension, start, size).contiguous()
-        buckets[index] = part.reshape(-1).view(torch.uint8)
-        offsets = (start, 0) if dimension == 0 else (0, start)
-        pieces.append(piece(offsets, tuple(part.shape), dtype=name, bucket=index))
-    assert torch.equal(assemble(pieces, buckets), full)
-    assert digest_of_pieces(pieces, buckets) == tensor_digest(full)
-
-
-def test_digests_tell_bits_shapes_dtypes_and_names_apart():
-    zeros = torch.zeros(2, 3)
-    others = [torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32), -zeros, torch.tensor(0.0)]
-    assert len({tensor_digest(tensor) for tensor in [zeros, *others]}) == 5
-    assert tensor_digest(torch.arange(6.0).view(3, 2).T) == tensor_digest(torch.tensor([[0.0, 2, 4], [1, 3, 5]]))
-    version = {"a": zeros, "b": others[0]}
-    assert version_digest(version) == version_digest({name: tensor_digest(t) for name, t in reversed(version.items())})
-    assert version_digest(version) != version_digest({"a": others[0], "b": zeros})
-
-
 def test_pieces_written_into_the_full_tensor_need_no_assembly():
     full = torch.arange(24.0).view(4, 6)
     bucket = torch.zeros(64 + 96, dtype=torch.uint8)
@@ -93,7 +65,6 @@ def test_pieces_written_into_the_full_tensor_need_no_assembly():
     check_coverage("w", [left, right])
     assert lies_in_full([left, right])
     assert torch.equal(right.full_view(bucket), full)
-    assert digest_of_pieces([left, right], {0: bucket}) == tensor_digest(full)
     assert not lies_in_full([left, Piece("w", "float32", (4, 6), (0, 2), (4, 4), 1, 0)])
 
 
@@ -104,7 +75,7 @@ def test_a_region_takes_only_the_pieces_and_buckets_that_hold_it():
     assert torch.equal(assemble(pieces, buckets, ranges=[(1, 4), (2, 5)]), full[1:4, 2:5])
     del buckets[1]  # must not be looked at
     assert torch.equal(assemble(pieces, buckets, ranges=[(0, 2), (5, 6)]), full[:2, 5:])
-    layout = Layout({"w": TensorEntry("float32", (4, 6), tuple(pieces), ())}, (72, 24, 8))
+    layout = Layout({"w": TensorEntry("float32", (4, 6), tuple(pieces))}, (72, 24, 8))
     assert buckets_of(layout, {"w": [(0, 3), (0, 6)]}) == [0]
     assert buckets_of(layout, {"w": [(2, 4), (0, 1)]}) == buckets_of(layout, {"w": None}) == [0, 1]
     assert buckets_of(layout, {}) == []
@@ -124,7 +95,21 @@ def test_plans_of_ranks_combine_to_one_layout():
     assert [piece.bucket for piece in mixed.tensors["w"].pieces] == [0, 1]
     assert [(piece.bucket, piece.start) for piece in mixed.tensors["v"].pieces] == [(1, 64)]
     assert combined(own) is combined((own[0], own[1])), "planned once, replayed for every version"
+    assert mixed.tensors["v"].needs() == [(1, 106)], "after the 6 elements of its rows of w"
     with pytest.raises(StoreError, match="w: the shards hold 18 of 24 elements"):
         combined(own[:1])
     with pytest.raises(StoreError, match=r"w: .* the layout has a torch.float32 tensor of shape \(4, 6\)"):
         plan_part((rows[0]._replace(global_shape=(5, 6)),), full, 1 << 20)
+
+
+def test_what_must_be_written_for_a_tensors_first_elements():
+    full = (FullTensor("w", torch.float32, (4, 6)), FullTensor("v", torch.float32, (10,)))
+    v = ShardSpec("v", torch.float32, (10,), (0,), (10,))
+    rows = [ShardSpec("w", torch.float32, (4, 6), (start, 0), (size, 6)) for start, size in ((0, 3), (3, 1))]
+    plans = plan_part((v, rows[0]), full, 1 << 20), plan_part((rows[1],), full, 1 << 20)
+    entry = unpacked_layout(combined(plans)).tensors["w"]
+    assert entry.needs() == entry.needs(24) == [(0, 28), (1, 6)]
+    assert [entry.needs(count) for count in (1, 18, 19)] == [[(0, 11)], [(0, 28)], [(0, 28), (1, 1)]]
+    columns = [ShardSpec("w", torch.float32, (4, 6), (0, start), (4, 3)) for start in (0, 3)]
+    cut = unpacked_layout(combined(tuple(plan_part((shard,), full[:1], 1 << 20) for shard in columns))).tensors["w"]
+    assert cut.needs(1) == cut.needs() == [(0, 12), (1, 12)], "a row lies in both pieces"

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import cloudpickle
@@ -26,10 +27,12 @@ from forge_async.store import (
     VersionGone,
     WeightStore,
     tensor_digest,
+    torchstore_compat,
     version_digest,
     writer,
 )
-from forge_async.store.layout import plan_part
+from forge_async.store.digest import SPAN_BYTES
+from forge_async.store.part_plan import plan_part
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
 
@@ -185,9 +188,9 @@ async def test_a_version_is_read_while_it_is_written(store, monkeypatch):
     expected = {f"w{index}": torch.full((1000,), float(index)) for index in range(6)}
     write, gates = writer.Place.write, {name: threading.Event() for name in expected}
 
-    def write_when_told(place, values):
+    def write_when_told(place, values, done):
         assert gates[place.name].wait(20)
-        return write(place, values)
+        return write(place, values, done)
 
     monkeypatch.setattr(writer.Place, "write", write_when_told)
     parts = [TensorShard.whole(name, tensor) for name, tensor in expected.items()]
@@ -237,7 +240,7 @@ async def test_a_rank_that_comes_after_anothers_failure_is_told_and_may_try_agai
         plan = plan_part((), None, 1 << 20)
         attempt = (await store.request("begin", version, 1, 2, plan, True)).attempt if granted else None
         with pytest.raises(StoreError, match=failure):
-            await store.request("finish", version, 1, 2, attempt, "no space left", {})
+            await store.request("finish", version, 1, 2, attempt, "no space left", b"")
 
     async def publish(rank: int) -> str:
         return (await asyncio.wait_for(store.publish(version, rank, 2, shards(version, rank, 2)), 10)).digest
@@ -293,6 +296,52 @@ async def test_tensors_are_refused_after_release(store):
     await pulled.release()
     with pytest.raises(StoreError, match="version 199 was released"):
         pulled["w"]
+
+
+async def test_a_large_tensor_is_read_block_by_block(store, monkeypatch):
+    """As soon as each block is written: a reader keeps close to the writer, whose bytes are in the caches still."""
+    write, half, gate = writer.Place.write, SPAN_BYTES // 4, threading.Event()
+
+    def write_half(place, values, done):
+        def step(elements):
+            done(elements)
+            assert gate.wait(20)
+
+        return write(place, values, step)
+
+    monkeypatch.setattr(writer.Place, "write", write_half)
+    values = torch.randn(2 * half)
+    publishing = asyncio.ensure_future(store.publish(200, 0, 1, [TensorShard.whole("w", values)]))
+    pulled = await asyncio.wait_for(store.acquire_next(200), 10)
+    view, ready = pulled.arriving("w")
+    await asyncio.wait_for(asyncio.to_thread(ready, half), 10)
+    assert torch.equal(view[:half], values[:half])
+    rest = asyncio.ensure_future(asyncio.to_thread(ready, half + 1))
+    await asyncio.sleep(0.1)
+    assert not rest.done() and not publishing.done()
+    gate.set()
+    await asyncio.wait_for(rest, 10)
+    assert torch.equal(view, values)
+    assert (await pulled.committed()).digest == (await publishing).digest
+    await pulled.release()
+
+
+async def test_who_shares_no_memory_reads_what_was_written_to_it_through_torchstore(store):
+    """torchstore is told where a version lies when the first such reader comes, and forgets it with the version."""
+    far, client = store.client, await torchstore_compat.client(store.name)
+    far.config = replace(store.config, transport="rpc")
+    expected = {name: tensor for name, tensor in full_tensors(201).items() if name != "model.scale"}
+    await store.publish(201, 0, 1, [TensorShard.whole(name, tensor) for name, tensor in expected.items()])
+    async with await store.acquire():
+        assert await client.keys() == []
+    for acquire in (far.acquire, lambda: far.acquire_next(201)):
+        async with await acquire() as pulled:
+            assert version_digest(dict(pulled)) == pulled.manifest.digest == version_digest(expected)
+        assert {key.split("/")[0] for key in await client.keys()} == {"v201"}
+    for version in (202, 203):
+        await store.publish(version, 0, 1, [TensorShard.whole("w", torch.ones(5))])
+    assert (await store.stats())["versions"] == [202, 203]
+    assert await client.keys() == []
 
 
 async def test_rpc_transport(runtime, writers, reader):

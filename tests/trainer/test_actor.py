@@ -30,7 +30,7 @@ class Trainer(TrainerActor):
     async def delay_copies(self, seconds: float) -> None:
         write = writer.write_shards
 
-        def slowly(*args: object) -> dict[str, str]:
+        def slowly(*args: object) -> bytes:
             time.sleep(seconds)
             return write(*args)  # type: ignore[arg-type]
 

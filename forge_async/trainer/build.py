@@ -52,7 +52,7 @@ class ModelBuilder:
 
         Meta device, shard, materialise: so that no rank ever holds the whole model.
         """
-        attention = "varlen" if self.config.attention == "varlen" else "segments"
+        attention = self.config.attention_on(self.device.type)
         spec = model_spec(hf_config, max_sequence_tokens=self.max_sequence_tokens, attention=attention)
         sharded = self._dimensions is not None
         if sharded:

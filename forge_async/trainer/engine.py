@@ -33,9 +33,9 @@ from forge_async.trainer.checkpoint import load_checkpoint, save_checkpoint
 from forge_async.trainer.config import TrainerConfig
 from forge_async.trainer.logprobs import KeptIds, Predictions
 from forge_async.trainer.loss import METRICS, LossFunction, LossSums, PolicyTokens, cross_entropy_loss, policy_loss
-from forge_async.trainer.model import check_parallelism, check_reference, read_hf_config
+from forge_async.trainer.model import check_parallelism, check_reference, read_hf_config, row_costs
 from forge_async.trainer.packing import PackedRow, pack, pad_row, plain_row
-from forge_async.trainer.segments import attention_layout
+from forge_async.trainer.segments import attention_layout, seen_until
 from forge_async.types import StepStats, TrainingSequence
 
 RowLoss = Callable[[PackedRow, LossWeights], LossSums]
@@ -79,6 +79,7 @@ class TrainerEngine:
             check_parallelism(each, config.parallelism)
         limits = [each.get("max_position_embeddings", math.inf) for each in (self.hf_config, reference_config)]
         self.max_sequence_tokens = min(config.max_sequence_tokens, *limits)
+        self._row_costs = row_costs(self.hf_config)
         torch.manual_seed(seed)
         builder = ModelBuilder(config, self.device, self.max_sequence_tokens)
         self.data_rank, self.data_ranks, self._data_group = builder.data_rank, builder.data_ranks, builder.data_group
@@ -281,6 +282,7 @@ class TrainerEngine:
             ranks=self.data_ranks,
             share_prefixes=self.config.share_prompts and self.config.attention != "varlen",
             every_token=every_token,
+            costs=self._row_costs,
         )
         return rows[self.data_rank]
 
@@ -306,8 +308,11 @@ class TrainerEngine:
         row = pad_row(row, self.config.parallelism.tp)  # sequence parallelism deals the tokens out in equal parts
         tokens = torch.from_numpy(row.token_ids).to(self.device)[None]
         positions = torch.from_numpy(row.positions).to(self.device)[None]
-        if self.config.attention != "varlen":
+        attention = self.config.attention_on(self.device.type)
+        if attention == "segments":
             return tokens, positions, attention_layout(row.segments).to(self.device)
+        if attention == "flex":
+            return tokens, positions, titan.tree_block_mask(self._to_device(seen_until(row.segments)))
         return tokens, positions, titan.create_varlen_metadata_for_document(positions)
 
     def logits(self, token_ids: np.ndarray, model: torch.nn.Module | None = None) -> torch.Tensor:

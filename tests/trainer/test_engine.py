@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trainer_samples import groups, sequence
+from trainer_samples import forked, groups, sequence
 
 from forge_async.errors import ConfigError, DataError, ForgeError
 from forge_async.testing.models import ModelFactory
@@ -263,6 +263,17 @@ def test_a_learning_rate_set_by_hand_counts_from_the_next_step_and_the_schedule_
     resumed = TrainerEngine(config, tiny_llama, total_steps=6)
     resumed.load_checkpoint(tmp_path / "version-4")
     assert resumed.step(groups(seed=4)).learning_rate == pytest.approx(0.5e-3), "a resume goes by its own config"
+
+
+def test_flex_attention_sees_the_same_tree(tiny_llama: Path) -> None:
+    """Its forward pass alone: it has no other on a CPU. The device is left open, as a run would on a GPU."""
+    expected = TrainerEngine(CONFIG, tiny_llama).logprobs(forked())
+    flex = TrainerEngine(dataclasses.replace(CONFIG, attention="flex"), tiny_llama)
+    for got, wanted in zip(flex.logprobs(forked()), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
+    assert (TrainerConfig().attention_on("cuda"), TrainerConfig().attention_on("cpu")) == ("flex", "segments")
+    with pytest.raises(ConfigError, match="attention = 'flex': must be segments or auto with device cpu"):
+        TrainerConfig(attention="flex", device="cpu")
 
 
 def test_the_learning_rate_follows_its_schedule() -> None:

@@ -249,7 +249,7 @@ class Parts:
             raise RunFailed(f"the trainer failed in {endpoint!r}: {error}") from error
 
     def summary(self) -> Summary:
-        return self.recording.summary(self.loop.tally, self.buffer)
+        return self.recording.summary(self.loop.tally, self.buffer, self.engines.resources)
 
     async def take_apart(self, outcome: str) -> None:
         """End all that there is, whatever state it is in, and write the summary of a run that got as far as a loop."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -263,6 +265,40 @@ def test_a_learning_rate_set_by_hand_counts_from_the_next_step_and_the_schedule_
     resumed = TrainerEngine(config, tiny_llama, total_steps=6)
     resumed.load_checkpoint(tmp_path / "version-4")
     assert resumed.step(groups(seed=4)).learning_rate == pytest.approx(0.5e-3), "a resume goes by its own config"
+
+
+def test_a_step_says_where_its_time_went(tiny_llama: Path) -> None:
+    engine = TrainerEngine(dataclasses.replace(CONFIG, micro_batch_tokens=40), tiny_llama)
+    noted: list[tuple[str, float, float]] = []
+    engine.phases.note = lambda *span: noted.append(span)
+    engine.logprobs(groups())
+    assert not noted, "that is no step"
+    waited = []
+    engine.before_update = lambda: waited.append(time.sleep(0.05))
+    began = time.monotonic()
+    stats = engine.step(groups())
+    parts = stats.phase_s
+    assert set(parts) == {"data", "forward", "logprobs", "backward", "clip", "publish", "optimizer", "other"}
+    assert sum(parts.values()) == pytest.approx(stats.wall_s, abs=0.01)
+    assert 0.05 <= parts["publish"] < 0.2 and min(parts.values()) > 0
+    rows = sum(name == "logprobs" for name, _, _ in noted)
+    assert rows == len(engine._rows(groups())) > 1
+    assert all(a[2] <= b[1] + 1e-9 for a, b in pairwise(noted)), "one after the other, none within another"
+    assert began <= noted[0][1] and noted[-1][2] <= time.monotonic()
+    supervised = engine.sft_step(groups()).phase_s
+    assert supervised["forward"] > 0 and "reference" not in supervised
+    penalty = dataclasses.replace(CONFIG, loss=LossConfig(kl=KLConfig(coefficient=0.1)))
+    assert TrainerEngine(penalty, tiny_llama).step(groups()).phase_s["reference"] > 0
+
+
+def test_a_step_says_what_sharing_saves(tiny_llama: Path) -> None:
+    engine = TrainerEngine(CONFIG, tiny_llama)
+    stats = engine.step(forked())
+    whole = sum(len(each.token_ids) - 1 for each in forked())
+    assert stats.prefix_sharing == pytest.approx(whole / stats.total_tokens)
+    assert stats.prefix_sharing > 1.5 and stats.padding_fraction == 0
+    engine.config = dataclasses.replace(CONFIG, share_prompts=False)
+    assert engine.step(forked()).prefix_sharing == 1.0
 
 
 def test_flex_attention_sees_the_same_tree(tiny_llama: Path) -> None:

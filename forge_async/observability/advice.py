@@ -90,8 +90,8 @@ def advise(run: Measured) -> Advice | None:
     """Advice for the next run; None where too little was measured.
 
     A side's work is its busy time times what it runs on, and is taken to spread evenly. The split is the one whose
-    slower side is fastest. Where both still wait, they do so in turns: with a bound of s, s + 1 batches are under way, so
-    that one takes s + 1 steps from admission to update, and as many must be under way as fit into that at the
+    slower side is fastest. Where both still wait, they do so in turns: with a bound of s, s + 1 batches are under way,
+    so that one takes s + 1 steps from admission to update, and as many must be under way as fit into that at the
     balanced pace. Where there is nothing to split and the trainer is slower, a larger batch spreads its
     fixed part over more groups.
     """

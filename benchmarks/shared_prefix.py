@@ -3,12 +3,12 @@
 ``python benchmarks/shared_prefix.py [--model models/smollm2] [--groups 8] [--completions 8] [--repeats 3]
 [--lengths 32/256 128/128 512/32 2048/32] [--length-groups 1] [--length-completions 4]``
 
-The same step, its prompts shared and not (``trainer.share_prompts``), in turns on one core, after steps on two sequences; medians.
-First groups of chain_sum, rendered by the model's chat template with random answers of about 20 tokens: useful tokens
-(of the sequences, prompts counted for each) per second. Then a table over prompt/completion lengths beside the gain
-that counting multiplications gives: linear layers per token computed, attention per pair of tokens, the output
-projection per prediction, forward and backward alike, and what a step costs whatever its tokens (clip and optimizer, as
-measured). The last line is one JSON object.
+The same step, its prompts shared and not (``trainer.share_prompts``), in turns on one core, after steps on two
+sequences; medians. First groups of chain_sum, rendered by the model's chat template with random answers of about 20
+tokens: useful tokens (of the sequences, prompts counted for each) per second. Then a table over prompt/completion
+lengths beside the gain that counting multiplications gives: linear layers per token computed, attention per pair of
+tokens, the output projection per prediction, forward and backward alike, and what a step costs whatever its tokens
+(clip and optimizer, as measured). The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from forge_async.trainer.loss_config import LossConfig
 
 DTYPES = ("float32", "bfloat16")
 DECAYS = ("constant", "linear", "cosine")
+CHECKPOINTING = ("none", "selective", "full")
 ATTENTIONS = ("auto", "segments", "flex", "varlen")
 
 
@@ -99,7 +100,10 @@ class TrainerConfig:
     """Compute what several sequences begin with once: prompts, turns before a fork, equal first tokens. Exact, and
     cheaper the longer these are."""
     logprob_chunk: int = 256
-    """Predicted tokens whose logits over the vocabulary exist at the same time."""
+    """Predicted tokens whose logits over the vocabulary are computed at the same time."""
+    activation_checkpointing: str = "none"
+    """What of the forward pass is computed again in the backward pass to save memory: ``none``; ``selective`` (all but
+    attention, collectives and every second matrix product); ``full`` (each layer). No gradient changes by it."""
     dtype: str = "float32"
     """Precision of forward and backward: float32 or bfloat16. Parameters and optimizer state are float32 in both."""
     attention: str = "auto"
@@ -127,6 +131,8 @@ class TrainerConfig:
         require(self.micro_batch_tokens >= 1, "micro_batch_tokens", self.micro_batch_tokens, "at least 1")
         require(self.max_sequence_tokens >= 2, "max_sequence_tokens", self.max_sequence_tokens, "at least 2")
         require(self.logprob_chunk >= 1, "logprob_chunk", self.logprob_chunk, "at least 1")
+        kind = self.activation_checkpointing
+        require(kind in CHECKPOINTING, "activation_checkpointing", kind, f"one of {', '.join(CHECKPOINTING)}")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         require(self.attention in ATTENTIONS, "attention", self.attention, f"one of {', '.join(ATTENTIONS)}")
         require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "auto, cpu or cuda")

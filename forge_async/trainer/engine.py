@@ -134,7 +134,7 @@ class TrainerEngine:
             gradient = parameter.grad
             if gradient is not None:
                 whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-                found[name] = whole.detach().cpu().clone()
+                found[titan.plain_name(name)] = whole.detach().cpu().clone()
         self.optimizers.zero_grad()
         return found
 

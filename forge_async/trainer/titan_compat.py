@@ -37,6 +37,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as distributed_utils
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import VarlenAttention, create_varlen_metadata_for_document
 from torchtitan.models.common.config_utils import (
@@ -88,6 +89,7 @@ __all__ = [
     "TrainingConfig",
     "TreeFlexAttention",
     "VarlenAttention",
+    "checkpointing",
     "create_varlen_metadata_for_document",
     "default_adamw",
     "distributed_utils",
@@ -99,6 +101,7 @@ __all__ = [
     "make_router_config",
     "parallelize_llama",
     "parallelize_qwen3",
+    "plain_name",
     "quiet_titan",
     "replace_config",
     "skip_param_init",
@@ -267,6 +270,17 @@ def keep_tied(model: Any) -> None:
         model.tok_embeddings.weight = model.lm_head.weight
 
     model.parallelize = parallelize_and_tie
+
+
+def checkpointing(kind: str) -> Any:
+    """torchtitan's config of ``trainer.activation_checkpointing``; None for ``none``. Nothing is drawn at random."""
+    policies = {"selective": SelectiveAC, "full": FullAC}
+    return policies[kind].Config(preserve_rng_state=False) if kind in policies else None
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what checkpointing puts into it."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def use_plain_sums(model: nn.Module) -> None:

@@ -301,6 +301,22 @@ def test_a_step_says_what_sharing_saves(tiny_llama: Path) -> None:
     assert engine.step(forked()).prefix_sharing == 1.0
 
 
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_activation_checkpointing_changes_no_gradient_and_no_name(tiny_llama: Path, tmp_path: Path, kind: str) -> None:
+    plain = TrainerEngine(CONFIG, tiny_llama)
+    saving = TrainerEngine(dataclasses.replace(CONFIG, activation_checkpointing=kind), tiny_llama)
+    expected, found = plain.gradient(forked()), saving.gradient(forked())
+    assert expected.keys() == found.keys()
+    for name, wanted in expected.items():
+        torch.testing.assert_close(found[name], wanted, atol=1e-7, rtol=1e-5)
+    saving.step(groups())
+    assert [s.name for s in saving.hf_shards()] == [s.name for s in plain.hf_shards()]
+    saving.save_checkpoint(tmp_path / "ck", {})
+    plain.load_checkpoint(tmp_path / "ck")
+    for a, b in zip(plain.logprobs(groups()), saving.logprobs(groups()), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
 def test_flex_attention_sees_the_same_tree(tiny_llama: Path) -> None:
     """Its forward pass alone: it has no other on a CPU. The device is left open, as a run would on a GPU."""
     expected = TrainerEngine(CONFIG, tiny_llama).logprobs(forked())

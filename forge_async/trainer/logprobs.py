@@ -21,6 +21,10 @@ HELD_BYTES = 192 * 2**20
 """1024 predictions over 49152 ids; a fraction of what the activations of as many tokens take."""
 
 
+BLOCK_BYTES = 4 * 2**20
+"""Of logits that a processor works on at a time."""
+
+
 @dataclass(frozen=True)
 class KeptIds:
     """The ids over which each prediction's softmax is taken: N in all, on the device, cut by prediction on the host."""
@@ -122,24 +126,16 @@ class _SelectedLogprobs(torch.autograd.Function):
         held_bytes: int,
     ) -> torch.Tensor:
         chunks = list(_chunks(len(hidden_KD), predictions.chunk_size))
-        results, held = [], []
+        dtype = torch.promote_types(hidden_KD.dtype, torch.float32)
+        results, held = [hidden_KD.new_zeros((2, 0), dtype=dtype)], []
         for start, stop in chunks:
-            logprob_KV = _log_softmax(hidden_KD, weight_VD, predictions, split, start, stop)
-            chosen_K = _chosen(logprob_KV, predictions.label_K[start:stop], split)
-            probability_KV = torch.exp(logprob_KV)
-            if predictions.kept is not None:
-                logprob_KV.masked_fill_(logprob_KV == -torch.inf, 0)  # p log p is 0 where p is
-            entropy_K = -torch.einsum("kv,kv->k", probability_KV, logprob_KV)
-            if split is not None:
-                dist.all_reduce(chosen_K, group=split.group)
-                dist.all_reduce(entropy_K, group=split.group)
-            results.append(torch.stack([chosen_K, entropy_K]))
-            held_bytes -= probability_KV.nbytes
-            held.append(probability_KV if held_bytes >= 0 else None)
+            exp_KV, total_K, result_2K = _exponentials(hidden_KD, weight_VD, predictions, split, start, stop)
+            results.append(result_2K)
+            held_bytes -= exp_KV.nbytes
+            held.append((exp_KV, total_K, result_2K) if held_bytes >= 0 else None)
+            del exp_KV
         context.save_for_backward(hidden_KD, weight_VD)
         context.predictions, context.split, context.chunks, context.held = predictions, split, chunks, held
-        if not results:
-            return hidden_KD.new_zeros((2, 0), dtype=torch.promote_types(hidden_KD.dtype, torch.float32))
         return torch.cat(results, dim=1)
 
     @staticmethod
@@ -149,65 +145,82 @@ class _SelectedLogprobs(torch.autograd.Function):
         hidden_KD, weight_VD = context.saved_tensors
         predictions, split = context.predictions, context.split
         d_hidden_KD = torch.zeros_like(hidden_KD) if context.needs_input_grad[0] else None
-        d_weight_VD = torch.zeros_like(weight_VD) if context.needs_input_grad[1] else None
+        d_weight_VD: torch.Tensor | None = None
         for index, (start, stop) in enumerate(context.chunks):
-            p_KV, context.held[index] = context.held[index], None
-            if p_KV is None:
-                p_KV = _log_softmax(hidden_KD, weight_VD, predictions, split, start, stop).exp_()
-            label_K = predictions.label_K[start:stop]
-            column_K = label_K if split is None else label_K - split.start
-            own_K = (column_K >= 0) & (column_K < p_KV.shape[1])
-            one_K = own_K.to(p_KV.dtype)
+            found, context.held[index] = context.held[index], None
+            if found is None:
+                found = _exponentials(hidden_KD, weight_VD, predictions, split, start, stop)
+            exp_KV, total_K, result_2K = found
+            own_K, column_K = _columns(predictions.label_K[start:stop], exp_KV.shape[1], split)
             if predictions.kept is not None:  # the log-prob of a label that was not kept is constant
-                part = predictions.kept.part(start, stop)
-                first_id = 0 if split is None else split.start
-                kept_KV = part.dense(first_id, p_KV.shape[1])
-                one_K = one_K * kept_KV.gather(1, torch.where(own_K, column_K, 0)[:, None])[:, 0]
-            d_KV = p_KV.neg_().scatter_add_(1, torch.where(own_K, column_K, 0)[:, None], one_K[:, None])
-            d_KV *= (gradient_2K[0, start:stop] * predictions.inverse_temperature_K[start:stop])[:, None]
-            d_KV = d_KV.to(weight_VD.dtype)
+                own_K = own_K & (result_2K[0] > -torch.inf)
+            scale_K = gradient_2K[0, start:stop] * predictions.inverse_temperature_K[start:stop]
+            exp_KV.mul_((-scale_K / total_K)[:, None])
+            exp_KV.scatter_add_(1, column_K[:, None], torch.where(own_K, scale_K, 0)[:, None])
+            d_KV = exp_KV.to(weight_VD.dtype)
+            del exp_KV, found
             if d_hidden_KD is not None:
                 torch.mm(d_KV, weight_VD, out=d_hidden_KD[start:stop])
-            if d_weight_VD is not None:
-                d_weight_VD.addmm_(d_KV.T, hidden_KD[start:stop])
+            if context.needs_input_grad[1]:
+                if d_weight_VD is None:
+                    d_weight_VD = d_KV.T @ hidden_KD[start:stop]
+                else:
+                    d_weight_VD.addmm_(d_KV.T, hidden_KD[start:stop])
+        if d_weight_VD is None and context.needs_input_grad[1]:
+            d_weight_VD = torch.zeros_like(weight_VD)
         return d_hidden_KD, d_weight_VD, None, None, None
 
 
-def _chunks(predictions_K: int, size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, predictions_K, size):
-        yield start, min(start + size, predictions_K)
+def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, count, size):
+        yield start, min(start + size, count)
 
 
-def _log_softmax(
+def _columns(label_K: torch.Tensor, columns: int, split: VocabularySplit | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether this rank has each label, bool [K], and in which column, int64 [K]; 0 where it has not."""
+    column_K = label_K if split is None else label_K - split.start
+    own_K = (column_K >= 0) & (column_K < columns)
+    return own_K, torch.where(own_K, column_K, 0)
+
+
+def _exponentials(
     hidden_KD: torch.Tensor,
     weight_VD: torch.Tensor,
     predictions: Predictions,
     split: VocabularySplit | None,
     start: int,
     stop: int,
-) -> torch.Tensor:
-    """Log-probs [K, V] of the chunk over this rank's ids; -inf where an id was not kept."""
-    logits_KV = at_least_float32(F.linear(hidden_KD[start:stop], weight_VD))
-    logits_KV.mul_(predictions.inverse_temperature_K[start:stop, None])
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a chunk: exp(z - max z) [K, V] over this rank's ids, its sum [K] over all, and log-probs and entropies [2, K].
+
+    The logits are overwritten block by block, so that one [K, V] tensor is all there is and a block stays in the
+    processor's cache.
+    """
+    exp_KV = at_least_float32(F.linear(hidden_KD[start:stop], weight_VD))
     if predictions.kept is not None:
         kept = predictions.kept.part(start, stop)
-        logits_KV.masked_fill_(~kept.dense(split.start if split is not None else 0, logits_KV.shape[1]), -torch.inf)
-    if split is None:
-        return logits_KV.sub_(torch.logsumexp(logits_KV, dim=-1, keepdim=True))
-    highest_K = logits_KV.amax(dim=-1)
-    dist.all_reduce(highest_K, op=dist.ReduceOp.MAX, group=split.group)
-    total_K = torch.exp(logits_KV - highest_K[:, None]).sum(dim=-1)
-    dist.all_reduce(total_K, group=split.group)
-    return logits_KV.sub_((highest_K + torch.log(total_K))[:, None])
-
-
-def _chosen(logprob_KV: torch.Tensor, label_K: torch.Tensor, split: VocabularySplit | None) -> torch.Tensor:
-    """The labels' log-probs [K], 0 where another rank has the label."""
-    if split is None:
-        return logprob_KV.gather(1, label_K[:, None])[:, 0]
-    column_K = label_K - split.start
-    own_K = (column_K >= 0) & (column_K < logprob_KV.shape[1])
-    return torch.where(own_K, logprob_KV.gather(1, torch.where(own_K, column_K, 0)[:, None])[:, 0], 0)
+        exp_KV.masked_fill_(~kept.dense(split.start if split is not None else 0, exp_KV.shape[1]), -torch.inf)
+    inverse_K = predictions.inverse_temperature_K[start:stop].to(exp_KV.dtype)
+    highest_K = exp_KV.amax(dim=-1) * inverse_K
+    if split is not None:
+        dist.all_reduce(highest_K, op=dist.ReduceOp.MAX, group=split.group)
+    own_K, column_K = _columns(predictions.label_K[start:stop], exp_KV.shape[1], split)
+    chosen_K = torch.where(own_K, exp_KV.gather(1, column_K[:, None])[:, 0] * inverse_K - highest_K, 0)
+    total_K, moment_K = torch.empty_like(highest_K), torch.empty_like(highest_K)
+    rows = len(exp_KV) if exp_KV.is_cuda else max(1, BLOCK_BYTES // max(1, exp_KV[:1].nbytes))
+    for first, last in _chunks(len(exp_KV), rows):
+        block_KV = exp_KV[first:last]
+        centred_KV = (block_KV * inverse_K[first:last, None]).sub_(highest_K[first:last, None])
+        torch.exp(centred_KV, out=block_KV)
+        torch.sum(block_KV, dim=-1, out=total_K[first:last])
+        # Where the exponential is 0, its logit may be minus infinity: the product is 0.
+        moment_K[first:last] = torch.einsum("kv,kv->k", block_KV, centred_KV.clamp_(min=-1e4))
+    if split is not None:
+        sums_3K = torch.stack([chosen_K, total_K, moment_K])
+        dist.all_reduce(sums_3K, group=split.group)
+        chosen_K, total_K, moment_K = sums_3K
+    log_total_K = torch.log(total_K)
+    return exp_KV, total_K, torch.stack([chosen_K - log_total_K, log_total_K - moment_K / total_K])
 
 
 def at_least_float32(logits: torch.Tensor) -> torch.Tensor:

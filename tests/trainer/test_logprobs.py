@@ -111,8 +111,8 @@ def test_the_softmax_is_kept_for_the_backward_pass_up_to_a_bound(
     plain = Predictions(label_K, label_K, inverse_K, kept, COUNT)
     wanted = torch.autograd.grad(selected_logprobs(hidden_KD, weight_VD, plain)[0].sum(), (hidden_KD, weight_VD))
     calls: list[int] = []
-    inner = logprobs._log_softmax
-    monkeypatch.setattr(logprobs, "_log_softmax", lambda *args: (calls.append(args[-2]), inner(*args))[1])
+    inner = logprobs._exponentials
+    monkeypatch.setattr(logprobs, "_exponentials", lambda *args: (calls.append(args[-2]), inner(*args))[1])
     bounded = replace(plain, chunk_size=4, held_bytes=4 * 4 * VOCABULARY * held_chunks)
     values = selected_logprobs(hidden_KD, weight_VD, bounded)
     found = torch.autograd.grad(values[0].sum(), (hidden_KD, weight_VD))

@@ -4,7 +4,7 @@
 [--lengths 32/256 128/128 512/32 2048/32] [--length-groups 1] [--length-completions 4]``
 
 The same step, its prompts shared and not (``trainer.share_prompts``), in turns on one core, after steps on two
-sequences; medians. First groups of chain_sum, rendered by the model's chat template with random answers of about 20
+sequences; medians. First groups of chain_sum, rendered as a run does, with random answers of about 20
 tokens: useful tokens (of the sequences, prompts counted for each) per second. Then a table over prompt/completion
 lengths beside the gain that counting multiplications gives: linear layers per token computed, attention per pair of
 tokens, the output projection per prediction, forward and backward alike, and what a step costs whatever its tokens
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from forge_async.trainer.engine import TrainerEngine
     from forge_async.types import TrainingSequence
 
-SYSTEM = "Answer with the number only."
-
 
 def sequence(name: str, prompt: np.ndarray, completion: np.ndarray, advantage: float) -> TrainingSequence:
     from forge_async.types import TrainingSequence
@@ -46,19 +44,22 @@ def sequence(name: str, prompt: np.ndarray, completion: np.ndarray, advantage: f
 
 
 def chain_sum(model: str, groups: int, completions: int) -> list[TrainingSequence]:
-    """Prompts of reasoning-gym's task as a run renders them; answers of 15 to 25 random tokens."""
-    import reasoning_gym
+    """Prompts as a run of ``configs/grpo_smollm2.yaml`` renders them; answers of 15 to 25 random tokens."""
+    from pathlib import Path
+
     from transformers import AutoTokenizer
 
-    tokenizer, random = AutoTokenizer.from_pretrained(model), np.random.default_rng(0)
-    task = reasoning_gym.create_dataset("chain_sum", size=groups, seed=0, min_terms=2, max_terms=3)
+    from forge_async.config import load_config
+    from forge_async.rollout.datasets import PromptSource
+
+    config = load_config(Path(__file__).parents[1] / "configs" / "grpo_smollm2.yaml")
+    random = np.random.default_rng(0)
+    prompts = PromptSource(config.dataset, AutoTokenizer.from_pretrained(model)).preview(groups)
     made = []
-    for group, row in enumerate(task):
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": row["question"]}]
-        prompt = np.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+    for group, prompt in enumerate(prompts):
         for index in range(completions):
             answer = random.integers(100, 40000, int(random.integers(15, 26)))
-            made.append(sequence(f"{group}.{index}", prompt, answer, random.normal()))
+            made.append(sequence(f"{group}.{index}", prompt.token_ids, answer, random.normal()))
     return made
 
 

@@ -5,9 +5,9 @@
 Measures what forward pass, loss and backward pass over an output projection add to the peak of a process: log-probs and
 entropies of the trained and of a reference model, every part of the loss (clip, sequence-level correction, KL), and the
 gradients of hidden states and projection. Each case runs in a process of its own. What is there in any case is
-subtracted: the gradients of projection and hidden states. The baseline computes all logits at once. On the CPU freed memory goes back to the system at once (``MALLOC_MMAP_THRESHOLD_``),
-so that the peak is what is in use and not what glibc keeps; ``--keep-freed`` measures with its defaults. The last line
-is one JSON object.
+subtracted: the gradients of projection and hidden states. The baseline computes all logits at once. On the CPU freed
+memory goes back to the system at once (``MALLOC_MMAP_THRESHOLD_``), so that the peak is what is in use and not what
+glibc keeps; ``--keep-freed`` measures with its defaults. The last line is one JSON object.
 """
 
 from __future__ import annotations

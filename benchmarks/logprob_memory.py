@@ -1,14 +1,13 @@
-"""Claim: the memory of a loss grows with the chunk of log-probs, not with the batch.
+"""Claim: the memory of a loss is bounded by what is kept of the softmax and a chunk, whatever the batch.
 
 ``python benchmarks/logprob_memory.py [--tokens 4096] [--vocabulary 49152] [--hidden 576] [--repeats 2] [--device cpu]``
 
 Measures what forward pass, loss and backward pass over an output projection add to the peak of a process: log-probs and
 entropies of the trained and of a reference model, every part of the loss (clip, sequence-level correction, KL), and the
 gradients of hidden states and projection. Each case runs in a process of its own. What is there in any case is
-subtracted: the projection's gradient, one more beside it while a chunk's is added to it, and the hidden states'. The
-baseline holds all logits at once. On the CPU freed memory goes back to the system at once (``MALLOC_MMAP_THRESHOLD_``),
-so that the peak is what is in use and not what glibc keeps; ``--keep-freed`` measures with its defaults. The last line
-is one JSON object.
+subtracted: the gradients of projection and hidden states. The baseline computes all logits at once. On the CPU freed
+memory goes back to the system at once (``MALLOC_MMAP_THRESHOLD_``), so that the peak is what is in use and not what
+glibc keeps; ``--keep-freed`` measures with its defaults. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def measure(options: argparse.Namespace, tokens: int, chunk: int) -> float:
         int(subprocess.run(command, check=True, capture_output=True, env=environment).stdout)
         for _ in range(options.repeats)
     ]
-    in_any_case = 4 * options.hidden * (2 * options.vocabulary + tokens)
+    in_any_case = 4 * options.hidden * (options.vocabulary + tokens)
     return (statistics.median(runs) - in_any_case) / MIB
 
 

@@ -259,5 +259,13 @@ class StepStats:
     """Mean of log mu - log pi: KL from sampler to trainer, nats per token; exact in expectation, noisy."""
     mismatch_kl_k3: float = 0.0
     """Mean of r - 1 - log r: the same KL, never negative and less noisy."""
+    padding_fraction: float = 0.0
+    """Share of the places of all ranks' rows that hold no token: rows shorter than those computed beside them, rows to
+    fill up, multiples for tensor parallelism."""
+    prefix_sharing: float = 1.0
+    """Tokens of the sequences over tokens computed: how much shared prefixes save."""
+    phase_s: dict[str, float] = field(default_factory=dict, compare=False)
+    """Seconds by phase on this rank: data (packing and copies), forward (without log-probs), logprobs, reference,
+    backward, clip, publish (wait for the weights' snapshot), optimizer, other. They add up to ``wall_s``."""
     reference_kl: float = 0.0
     """KL from the trained to the reference policy by ``trainer.loss.kl.estimator``, nats per token; 0 without one."""

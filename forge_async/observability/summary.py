@@ -12,6 +12,7 @@ from typing import IO, Any
 from rich.console import Console as RichConsole
 from rich.text import Text
 
+from forge_async.observability.advice import Advice
 from forge_async.observability.jsonl import to_plain
 from forge_async.observability.run_folder import write_whole
 
@@ -63,6 +64,10 @@ class Summary:
     """The same per generator."""
     generated_tokens_per_s: float = 0.0
     trained_tokens_per_s: float = 0.0
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of all steps by phase of the trainer's step; see ``StepStats.phase_s``."""
+    advice: Advice | None = None
+    """None where too little was measured."""
 
     @property
     def balanced(self) -> bool:
@@ -104,6 +109,8 @@ class Summary:
             "selection_bias": dict(self.selection_bias),
             "idle_share": {"trainer": self.idle_trainer, "generators": list(self.idle_generators)},
             "tokens_per_s": {"generated": self.generated_tokens_per_s, "trained": self.trained_tokens_per_s},
+            "trainer_s": dict(self.phase_s),
+            "advice": None if self.advice is None else self.advice.to_dict(),
         }
         return to_plain(content)
 
@@ -145,6 +152,11 @@ class Summary:
             ("tokens/s", f"generated {self.generated_tokens_per_s:.0f}, trained {self.trained_tokens_per_s:.0f}"),
             ("idle", f"trainer {self.idle_trainer:.0%}, generators {generators}"),
         ]
+        if spent := sum(self.phase_s.values()):
+            parts = sorted(self.phase_s.items(), key=lambda item: -item[1])
+            rows.append(("trainer", ", ".join(f"{name} {s / spent:.0%}" for name, s in parts if s >= 0.005 * spent)))
+        if self.advice is not None:
+            rows.append(("balance", str(self.advice)))
         if self.tokens_without_version:
             rows.append(("tokens", f"{self.tokens_without_version} of {self.trained_tokens} without a policy version"))
         if self.discarded_tokens or self.recomputed_tokens:

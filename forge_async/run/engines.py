@@ -15,6 +15,7 @@ from forge_async.journal import Journal, turns_file
 from forge_async.mesh import ActorHandle, Service, plan_placement
 from forge_async.mesh.runtime import visible_gpus
 from forge_async.mesh.service import Replica
+from forge_async.observability.advice import Resources
 from forge_async.policy.actor import PolicyActor
 from forge_async.rollout.reward_worker import RewardPool
 from forge_async.store import WeightStore
@@ -42,6 +43,8 @@ class Engines:
         self.rewards: RewardPool
         self.trainer: ActorHandle
         self.policy: Service
+        self.resources: Resources | None = None
+        """What trainer and generators run on, once it is planned."""
         self.loop: AsyncLoop | None = None
         """Once it is made: a respawned replica takes from it what the others have."""
 
@@ -56,6 +59,12 @@ class Engines:
         ranks = config.policy.tensor_parallel_size
         placement = plan_placement(config.placement, config.trainer.procs, config.policy.num_replicas, ranks)
         threads = {"trainer": len(placement.trainer) / config.trainer.procs, "policy": len(placement.policy[0]) / ranks}
+        policy_cores = {core for cores in placement.policy for core in cores}
+        if gpus:
+            self.resources = Resources(config.trainer.procs, config.policy.num_replicas * ranks, "GPUs")
+        else:
+            shared = bool(policy_cores & set(placement.trainer))
+            self.resources = Resources(len(placement.trainer), len(policy_cores), shared=shared)
         self.journal.started("cuda" if gpus else "cpu", threads, to_yaml(config))
         if config.resume:
             self.journal.close()  # what was open at the checkpoint is not in the schedule

@@ -257,7 +257,7 @@ class Parts:
             raise RunFailed(f"the trainer failed in {endpoint!r}: {error}") from error
 
     def summary(self) -> Summary:
-        return self.recording.summary(self.loop.tally, self.buffer)
+        return self.recording.summary(self.loop.tally, self.buffer, self.engines.resources)
 
     async def _close_environment(self) -> None:
         try:

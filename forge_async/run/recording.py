@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -25,6 +25,7 @@ from forge_async.observability import (
     Summary,
     plot_run,
 )
+from forge_async.observability.advice import Advice, Measured, Resources, advise
 from forge_async.observability.seen import SeenEpisode, listing, of_groups
 from forge_async.observability.tables import Listing
 from forge_async.steps import Step, Tally
@@ -57,6 +58,7 @@ class Recording:
         self._mark = time.monotonic()
         """When the last step was noted, or the last pause ended."""
         self._step_s = self._wall_s = self._wait_s = self._rate = 0.0
+        self._phase_s: Counter[str] = Counter()
         self._warned_truncated = False
 
     async def begin(self, policy: Service) -> None:
@@ -72,6 +74,7 @@ class Recording:
         self._step_s, self._mark = now - self._mark, now
         self._wall_s += self._step_s
         self._wait_s += step.wait_s
+        self._phase_s.update(step.stats.phase_s)
         self.steps += 1
         self.last = step
         for index, status in await self._statuses(policy):
@@ -184,8 +187,8 @@ class Recording:
             found = of_groups(step, [group], self.tokenizer) + found
         return listing(found if last is None else found[max(0, len(found) - last) :])
 
-    def summary(self, tally: Tally, buffer: RolloutBuffer) -> Summary:
-        """The figures of the run so far."""
+    def summary(self, tally: Tally, buffer: RolloutBuffer, resources: Resources | None = None) -> Summary:
+        """The figures of the run so far; ``resources`` are what the two sides run on."""
         ledger, wall_s = buffer.ledger.summary(), max(self._wall_s, 1e-9)
         ages: Sequence[int] = range(max(tally.staleness_histogram, default=-1) + 1)
         return Summary(
@@ -214,6 +217,26 @@ class Recording:
             idle_generators=[self._idle.share(f"generator {i}") for i in range(len(self.replicas))],
             generated_tokens_per_s=self._generated.total / wall_s,
             trained_tokens_per_s=tally.trained_tokens / wall_s,
+            phase_s=dict(self._phase_s),
+            advice=self._advice(resources),
+        )
+
+    def _advice(self, resources: Resources | None) -> Advice | None:
+        if not (self.steps and self.replicas and self._wall_s > 0):
+            return None
+        step_s = self._wall_s / self.steps
+        idle = [self._idle.share(f"generator {i}") for i in range(len(self.replicas))]
+        fixed = sum(self._phase_s[name] for name in ("clip", "publish", "optimizer"))
+        return advise(
+            Measured(
+                step_s=step_s,
+                trainer_busy_s=step_s - self._wait_s / self.steps,
+                generators_busy_s=step_s * (1 - sum(idle) / len(idle)),
+                fixed_s=fixed / self.steps,
+                groups_per_step=self.config.buffer.groups_per_step,
+                max_staleness=self.config.buffer.max_staleness,
+                resources=resources,
+            )
         )
 
     def close(self, outcome: str) -> None:

@@ -76,6 +76,7 @@ class TrainerActor(ForgeActor):
 
             engine = TrainerEngine(self.config, self.model_path, self.total_steps, self.seed)
             engine.before_update = self._until_copied
+            engine.phases.note = lambda name, start, end: self._spans.note("step", name, start, end)
             return engine
 
         started = time.monotonic()

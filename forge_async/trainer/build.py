@@ -52,7 +52,7 @@ class ModelBuilder:
 
         Meta device, shard, materialise: so that no rank ever holds the whole model.
         """
-        attention = "varlen" if self.config.attention == "varlen" else "segments"
+        attention = self.config.attention_on(self.device.type)
         spec = model_spec(hf_config, max_sequence_tokens=self.max_sequence_tokens, attention=attention)
         sharded = self._dimensions is not None
         if sharded:
@@ -60,6 +60,9 @@ class ModelBuilder:
             spec.model.update_from_config(config=settings)
         with torch.device("meta"), titan.titan_utils.set_default_dtype(torch.float32):
             model = spec.model.build()
+        checkpointing = titan.checkpointing(self.config.activation_checkpointing)
+        if checkpointing is not None and not sharded:
+            checkpointing.build(dump_folder="").apply(model)
         if sharded:
             titan.keep_tied(model)
             model = spec.parallelize_fn(
@@ -68,7 +71,7 @@ class ModelBuilder:
                 training=self._training,
                 parallelism=self._parallel,
                 compile_config=titan.CompileConfig(),
-                ac_config=None,
+                ac_config=checkpointing,
                 dump_folder="",
             )
             if dist.get_backend() == "gloo":

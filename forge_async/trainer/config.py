@@ -10,7 +10,8 @@ from forge_async.trainer.loss_config import LossConfig
 
 DTYPES = ("float32", "bfloat16")
 DECAYS = ("constant", "linear", "cosine")
-ATTENTIONS = ("auto", "segments", "varlen")
+CHECKPOINTING = ("none", "selective", "full")
+ATTENTIONS = ("auto", "segments", "flex", "varlen")
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,18 @@ class TrainerConfig:
     max_sequence_tokens: int = 8192
     """Longest trainable sequence, and the size of the rotary table (the model's own limit where that is less)."""
     share_prompts: bool = True
-    """Compute a prompt that several completions share once; exact, and cheaper the longer the prompt."""
+    """Compute what several sequences begin with once: prompts, turns before a fork, equal first tokens. Exact, and
+    cheaper the longer these are."""
     logprob_chunk: int = 256
-    """Predicted tokens whose logits over the vocabulary exist at the same time."""
+    """Predicted tokens whose logits over the vocabulary are computed at the same time."""
+    activation_checkpointing: str = "none"
+    """What of the forward pass is computed again in the backward pass to save memory: ``none``; ``selective`` (all but
+    attention, collectives and every second matrix product); ``full`` (each layer). No gradient changes by it."""
     dtype: str = "float32"
     """Precision of forward and backward: float32 or bfloat16. Parameters and optimizer state are float32 in both."""
     attention: str = "auto"
-    """``segments``: exact on every device, shares prompts; ``varlen``: flash attention, CUDA and bfloat16 only, without
-    prompt sharing; ``auto``: segments."""
+    """``segments``: exact on every device; ``flex``: FlexAttention, CUDA only; ``varlen``: flash attention, CUDA and
+    bfloat16 only, without shared prefixes; ``auto``: flex on CUDA, segments on a CPU."""
     device: str = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
 
@@ -126,8 +131,18 @@ class TrainerConfig:
         require(self.micro_batch_tokens >= 1, "micro_batch_tokens", self.micro_batch_tokens, "at least 1")
         require(self.max_sequence_tokens >= 2, "max_sequence_tokens", self.max_sequence_tokens, "at least 2")
         require(self.logprob_chunk >= 1, "logprob_chunk", self.logprob_chunk, "at least 1")
+        kind = self.activation_checkpointing
+        require(kind in CHECKPOINTING, "activation_checkpointing", kind, f"one of {', '.join(CHECKPOINTING)}")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         require(self.attention in ATTENTIONS, "attention", self.attention, f"one of {', '.join(ATTENTIONS)}")
         require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "auto, cpu or cuda")
+        flex_fits = self.attention != "flex" or self.device != "cpu"
+        require(flex_fits, "attention", self.attention, "segments or auto with device cpu, which cannot train by it")
         varlen_fits = self.attention != "varlen" or (self.dtype == "bfloat16" and self.device != "cpu")
         require(varlen_fits, "attention", self.attention, "segments or auto unless dtype is bfloat16 on a CUDA device")
+
+    def attention_on(self, device: str) -> str:
+        """``attention`` with ``auto`` resolved for a kind of device."""
+        if self.attention != "auto":
+            return self.attention
+        return "flex" if device == "cuda" else "segments"

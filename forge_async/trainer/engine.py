@@ -10,7 +10,6 @@ ranks count each of them once.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import os
@@ -34,9 +33,11 @@ from forge_async.trainer.checkpoint import load_checkpoint, save_checkpoint
 from forge_async.trainer.config import TrainerConfig
 from forge_async.trainer.logprobs import KeptIds, Predictions
 from forge_async.trainer.loss import METRICS, LossFunction, LossSums, PolicyTokens, cross_entropy_loss, policy_loss
-from forge_async.trainer.model import check_parallelism, check_reference, read_hf_config
+from forge_async.trainer.model import check_parallelism, check_reference, read_hf_config, row_costs
 from forge_async.trainer.packing import PackedRow, pack, pad_row, plain_row
-from forge_async.trainer.segments import attention_layout
+from forge_async.trainer.phases import Phases
+from forge_async.trainer.segments import attention_layout, seen_until
+from forge_async.trainer.step_stats import skipped_step, taken_step
 from forge_async.types import StepStats, TrainingSequence
 
 RowLoss = Callable[[PackedRow, LossWeights], LossSums]
@@ -80,10 +81,14 @@ class TrainerEngine:
             check_parallelism(each, config.parallelism)
         limits = [each.get("max_position_embeddings", math.inf) for each in (self.hf_config, reference_config)]
         self.max_sequence_tokens = min(config.max_sequence_tokens, *limits)
+        self._row_costs = row_costs(self.hf_config)
         torch.manual_seed(seed)
         builder = ModelBuilder(config, self.device, self.max_sequence_tokens)
         self.data_rank, self.data_ranks, self._data_group = builder.data_rank, builder.data_ranks, builder.data_group
+        self.phases = Phases(self.device)
         self.model, self.adapter = builder.build(self.hf_config, self.model_path)
+        self.model.lm_head.register_forward_pre_hook(lambda *_: self.phases.enter("logprobs"))
+        self.model.lm_head.register_forward_hook(lambda *_: self.phases.leave())
         self.reference: torch.nn.Module | None = None
         """The frozen model that a KL penalty refers to, laid out as the trained one."""
         if penalised:
@@ -130,7 +135,7 @@ class TrainerEngine:
             gradient = parameter.grad
             if gradient is not None:
                 whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-                found[name] = whole.detach().cpu().clone()
+                found[titan.plain_name(name)] = whole.detach().cpu().clone()
         self.optimizers.zero_grad()
         return found
 
@@ -174,66 +179,66 @@ class TrainerEngine:
         """Add up the gradient of all rows; returns sums over all ranks, by metric, and the highest ratio."""
         self.optimizers.zero_grad()
         self._last_sequences, self._last_rows = sequences, []
-        totals = torch.zeros(len(METRICS) + 1, dtype=torch.float64, device=self.device)
+        totals = torch.zeros(len(METRICS) + 2, dtype=torch.float64, device=self.device)
         ratio_max = torch.zeros((), device=self.device)
-        for row in self._rows(sequences):
+        with self.phases.phase("data"):
+            rows = self._rows(sequences)
+        for row in rows:
             sums = loss(row, weighted)
-            (sums.loss / weighted.denominator).backward()
-            totals[:-1] += sums.totals
-            totals[-1] += row.tokens if len(row.label) else 0
+            with self.phases.phase("backward"):
+                (sums.loss / weighted.denominator).backward()
+            totals[:-2] += sums.totals
             ratio_max = torch.maximum(ratio_max, sums.ratio_max)
+        totals[-2] = sum(row.tokens for row in rows if len(row.label))
+        totals[-1] = sum(row.whole_tokens for row in rows)
+        multiple = self.config.parallelism.tp
+        width_R = torch.tensor([row.tokens + -row.tokens % multiple for row in rows], device=self.device)
         if self._data_group is not None:
             dist.all_reduce(totals, group=self._data_group)
             dist.all_reduce(ratio_max, op=dist.ReduceOp.MAX, group=self._data_group)
-        return dict(zip((*METRICS, "row_tokens"), totals.tolist(), strict=True)), float(ratio_max)
+            dist.all_reduce(width_R, op=dist.ReduceOp.MAX, group=self._data_group)
+        found = dict(zip((*METRICS, "row_tokens", "whole_tokens"), totals.tolist(), strict=True))
+        return found | {"places": float(width_R.sum() * self.data_ranks)}, float(ratio_max)
 
     def _optimize(self, sequences: list[TrainingSequence], weighted: LossWeights, loss: RowLoss) -> StepStats:
         started = time.monotonic()
+        self.phases.begin()
         learning_rate = float(self.schedulers.schedulers[0].get_last_lr()[0])
         if not weighted.tokens:
-            return _skipped(self.version, learning_rate, weighted.nonfinite, time.monotonic() - started)
+            return skipped_step(self.version, learning_rate, weighted.nonfinite, time.monotonic() - started)
         totals, ratio_max = self._accumulate(sequences, weighted, loss)
-        grad_norm = float(
-            titan.distributed_utils.clip_grad_norm_(
-                list(self.model.parameters()),
-                self.config.max_grad_norm,
-                foreach=True,
-                ep_enabled=self.config.parallelism.ep > 1,
+        with self.phases.phase("clip"):
+            grad_norm = float(
+                titan.distributed_utils.clip_grad_norm_(
+                    list(self.model.parameters()),
+                    self.config.max_grad_norm,
+                    foreach=True,
+                    ep_enabled=self.config.parallelism.ep > 1,
+                )
             )
-        )
         if not np.isfinite(grad_norm):
             self.optimizers.zero_grad()
             raise RunFailed(
                 f"trainer: the gradient norm at version {self.version} is {grad_norm}; the step was not applied. "
                 "Lower trainer.optimizer.lr or look for a sequence with extreme log-probs or advantages."
             )
-        self.before_update()
-        self.optimizers.step()
-        self.schedulers.step()
-        self.optimizers.zero_grad()
+        with self.phases.phase("publish"):
+            self.before_update()
+        with self.phases.phase("optimizer"):
+            self.optimizers.step()
+            self.schedulers.step()
+            self.optimizers.zero_grad()
         self.version += 1
-        mean = {name: totals[name] / weighted.tokens for name in METRICS}
-        return StepStats(
+        phase_s = self.phases.end()
+        return taken_step(
+            totals,
+            weighted,
             version=self.version,
-            loss=totals["loss"] / weighted.denominator,
-            grad_norm=grad_norm,
             learning_rate=learning_rate,
-            ratio_mean=mean["ratio"],
+            grad_norm=grad_norm,
             ratio_max=ratio_max,
-            clip_fraction=mean["clipped_low"] + mean["clipped_high"],
-            entropy=mean["entropy"],
-            trained_tokens=weighted.tokens,
-            total_tokens=int(totals["row_tokens"]),
-            nonfinite_tokens=weighted.nonfinite,
             wall_s=time.monotonic() - started,
-            clip_fraction_low=mean["clipped_low"],
-            clip_fraction_high=mean["clipped_high"],
-            effective_sample_size=mean["ratio"] ** 2 / mean["ratio_squared"],
-            truncated_fraction=mean["truncated"],
-            masked_fraction=mean["masked"],
-            mismatch_kl_k1=mean["mismatch_k1"],
-            mismatch_kl_k3=mean["mismatch_k3"],
-            reference_kl=mean["reference_kl"],
+            phase_s=phase_s,
         )
 
     def token_logprobs(self, sequence_ids: Collection[str]) -> dict[str, np.ndarray]:
@@ -282,22 +287,25 @@ class TrainerEngine:
             ranks=self.data_ranks,
             share_prefixes=self.config.share_prompts and self.config.attention != "varlen",
             every_token=every_token,
+            costs=self._row_costs,
         )
         return rows[self.data_rank]
 
     def _forward(self, row: PackedRow, model: torch.nn.Module | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of the row's predictions, float32 [K] each, by default of the trained model."""
         model = model or self.model
-        tokens, positions, masks = self._inputs(row)
-        model.lm_head.predictions = Predictions(
-            source_K=torch.from_numpy(row.source).to(self.device),
-            label_K=torch.from_numpy(row.label).to(self.device),
-            inverse_temperature_K=torch.from_numpy(row.inverse_temperature).to(self.device),
-            kept=None if row.kept is None else KeptIds.on(self.device, row.kept),
-            chunk_size=self.config.logprob_chunk,
-        )
+        with self.phases.phase("data"):
+            tokens, positions, masks = self._inputs(row)
+            model.lm_head.predictions = Predictions(
+                source_K=self._to_device(row.source),
+                label_K=self._to_device(row.label),
+                inverse_temperature_K=self._to_device(row.inverse_temperature),
+                kept=None if row.kept is None else KeptIds.on(self.device, row.kept),
+                chunk_size=self.config.logprob_chunk,
+            )
         try:
-            output = model(tokens, positions=positions, attention_masks=masks)
+            with self.phases.phase("forward" if model is self.model else "reference"):
+                output = model(tokens, positions=positions, attention_masks=masks)
         finally:
             model.lm_head.predictions = None
         return output[0], output[1]
@@ -307,8 +315,11 @@ class TrainerEngine:
         row = pad_row(row, self.config.parallelism.tp)  # sequence parallelism deals the tokens out in equal parts
         tokens = torch.from_numpy(row.token_ids).to(self.device)[None]
         positions = torch.from_numpy(row.positions).to(self.device)[None]
-        if self.config.attention != "varlen":
+        attention = self.config.attention_on(self.device.type)
+        if attention == "segments":
             return tokens, positions, attention_layout(row.segments).to(self.device)
+        if attention == "flex":
+            return tokens, positions, titan.tree_block_mask(self._to_device(seen_until(row.segments)))
         return tokens, positions, titan.create_varlen_metadata_for_document(positions)
 
     def logits(self, token_ids: np.ndarray, model: torch.nn.Module | None = None) -> torch.Tensor:
@@ -394,21 +405,3 @@ class TrainerEngine:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _skipped(version: int, learning_rate: float, nonfinite: int, wall_s: float) -> StepStats:
-    zeros = {
-        field.name: 0.0
-        for field in dataclasses.fields(StepStats)
-        if field.name in ("loss", "grad_norm", "ratio_mean", "ratio_max", "clip_fraction", "entropy")
-    }
-    return StepStats(
-        version=version,
-        learning_rate=learning_rate,
-        trained_tokens=0,
-        total_tokens=0,
-        nonfinite_tokens=nonfinite,
-        wall_s=wall_s,
-        skipped=True,
-        **zeros,
-    )

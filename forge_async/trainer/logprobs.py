@@ -1,4 +1,4 @@
-"""Log-probs of chosen tokens from hidden states, by chunks: [tokens, vocabulary] logits are never held at once.
+"""Log-probs of chosen tokens from hidden states, by chunks: memory for [tokens, vocabulary] logits is bounded.
 
 The output projection may be whole, or split by rows of the vocabulary over the ranks of a process group; logits are
 then never gathered either.
@@ -6,6 +6,7 @@ then never gathered either.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from forge_async.types import SamplingMask
+
+HELD_BYTES = 192 * 2**20
+"""1024 predictions over 49152 ids; a fraction of what the activations of as many tokens take."""
+
+
+BLOCK_BYTES = 4 * 2**20
+"""Of logits that a processor works on at a time."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,9 @@ class Predictions:
     kept: KeptIds | None = None
     """Ids that the sampler kept; None: every id, for each prediction."""
     chunk_size: int = 256
-    """Predictions whose logits exist at the same time."""
+    """Predictions whose logits are computed at the same time."""
+    held_bytes: int = HELD_BYTES
+    """Of their softmax, kept for the backward pass; what is above is computed again."""
 
 
 @dataclass(frozen=True)
@@ -90,95 +99,130 @@ def selected_logprobs(
 ) -> torch.Tensor:
     """Log-probs and entropies [2, K], float32 (float64 for a model in float64).
 
-    log p_k = z_k[label_k] - logsumexp(z_k), z_k = W h_k / temperature_k; H_k = logsumexp(z_k) - sum_v p_kv z_kv.
+    log p_k = z_k[label_k] - logsumexp(z_k), z_k = W h_k / temperature_k; H_k = -sum_v p_kv log p_kv.
     Sums run over the ids that the sampler kept at k (``predictions.kept``): top-k, top-p and min-p choose among the
     scaled logits, and what is sampled from is their softmax over the chosen ones. A label that is not kept has -inf.
 
-    The entropy carries no gradient. Where there is more than one chunk, logits are recomputed in the backward pass.
+    The entropy carries no gradient. Up to ``predictions.held_bytes`` the softmax of the forward pass is kept for the
+    backward pass, further chunks are computed again.
 
     With ``split`` this is collective over its group: ``weight_VD`` are this rank's rows, hidden states are the same on
     every rank, so is the result, and the gradient of the hidden states is this rank's part of their sum.
     """
-    size = predictions.chunk_size
-    count = hidden_KD.shape[0]
-    if count <= size:
-        return _chunk(
-            hidden_KD, weight_VD, predictions.label_K, predictions.inverse_temperature_K, predictions.kept, split
-        )
-    parts = []
+    held_bytes = predictions.held_bytes if torch.is_grad_enabled() else 0
+    return _SelectedLogprobs.apply(hidden_KD, weight_VD, predictions, split, held_bytes)
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    """By hand, since autograd would keep several [K, V] tensors: d log p_k / d z_kv = [v = label_k] - p_kv."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        hidden_KD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        predictions: Predictions,
+        split: VocabularySplit | None,
+        held_bytes: int,
+    ) -> torch.Tensor:
+        chunks = list(_chunks(len(hidden_KD), predictions.chunk_size))
+        dtype = torch.promote_types(hidden_KD.dtype, torch.float32)
+        results, held = [hidden_KD.new_zeros((2, 0), dtype=dtype)], []
+        for start, stop in chunks:
+            exp_KV, total_K, result_2K = _exponentials(hidden_KD, weight_VD, predictions, split, start, stop)
+            results.append(result_2K)
+            held_bytes -= exp_KV.nbytes
+            held.append((exp_KV, total_K, result_2K) if held_bytes >= 0 else None)
+            del exp_KV
+        context.save_for_backward(hidden_KD, weight_VD)
+        context.predictions, context.split, context.chunks, context.held = predictions, split, chunks, held
+        return torch.cat(results, dim=1)
+
+    @staticmethod
+    def backward(
+        context: Any, gradient_2K: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        hidden_KD, weight_VD = context.saved_tensors
+        predictions, split = context.predictions, context.split
+        d_hidden_KD = torch.zeros_like(hidden_KD) if context.needs_input_grad[0] else None
+        d_weight_VD: torch.Tensor | None = None
+        for index, (start, stop) in enumerate(context.chunks):
+            found, context.held[index] = context.held[index], None
+            if found is None:
+                found = _exponentials(hidden_KD, weight_VD, predictions, split, start, stop)
+            exp_KV, total_K, result_2K = found
+            own_K, column_K = _columns(predictions.label_K[start:stop], exp_KV.shape[1], split)
+            if predictions.kept is not None:  # the log-prob of a label that was not kept is constant
+                own_K = own_K & (result_2K[0] > -torch.inf)
+            scale_K = gradient_2K[0, start:stop] * predictions.inverse_temperature_K[start:stop]
+            exp_KV.mul_((-scale_K / total_K)[:, None])
+            exp_KV.scatter_add_(1, column_K[:, None], torch.where(own_K, scale_K, 0)[:, None])
+            d_KV = exp_KV.to(weight_VD.dtype)
+            del exp_KV, found
+            if d_hidden_KD is not None:
+                torch.mm(d_KV, weight_VD, out=d_hidden_KD[start:stop])
+            if context.needs_input_grad[1]:
+                if d_weight_VD is None:
+                    d_weight_VD = d_KV.T @ hidden_KD[start:stop]
+                else:
+                    d_weight_VD.addmm_(d_KV.T, hidden_KD[start:stop])
+        if d_weight_VD is None and context.needs_input_grad[1]:
+            d_weight_VD = torch.zeros_like(weight_VD)
+        return d_hidden_KD, d_weight_VD, None, None, None
+
+
+def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
     for start in range(0, count, size):
-        stop = min(start + size, count)
-        parts.append(
-            checkpoint(
-                _chunk,
-                hidden_KD[start:stop],
-                weight_VD,
-                predictions.label_K[start:stop],
-                predictions.inverse_temperature_K[start:stop],
-                None if predictions.kept is None else predictions.kept.part(start, stop),
-                split,
-                use_reentrant=False,
-            )
-        )
-    return torch.cat(parts, dim=1)
+        yield start, min(start + size, count)
 
 
-def _chunk(
+def _columns(label_K: torch.Tensor, columns: int, split: VocabularySplit | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether this rank has each label, bool [K], and in which column, int64 [K]; 0 where it has not."""
+    column_K = label_K if split is None else label_K - split.start
+    own_K = (column_K >= 0) & (column_K < columns)
+    return own_K, torch.where(own_K, column_K, 0)
+
+
+def _exponentials(
     hidden_KD: torch.Tensor,
     weight_VD: torch.Tensor,
-    label_K: torch.Tensor,
-    inverse_temperature_K: torch.Tensor,
-    kept: KeptIds | None,
+    predictions: Predictions,
     split: VocabularySplit | None,
-) -> torch.Tensor:
-    logits_KV = at_least_float32(F.linear(hidden_KD, weight_VD)) * inverse_temperature_K[:, None]
-    if kept is not None:
-        kept_KV = kept.dense(split.start if split is not None else 0, logits_KV.shape[1])
-        logits_KV = logits_KV.masked_fill_(~kept_KV, -torch.inf)
-    if split is None:
-        log_total_K = torch.logsumexp(logits_KV, dim=-1)
-        chosen_K = logits_KV.gather(1, label_K[:, None])[:, 0]
-    else:
-        log_total_K, chosen_K = _split_sums(logits_KV, label_K, split)
-    logprob_K = chosen_K - log_total_K
-    with torch.no_grad():
-        probability_KV = torch.exp(logits_KV - log_total_K[:, None])
-        finite_KV = logits_KV if kept is None else torch.where(kept_KV, logits_KV, 0)
-        expected_K = torch.einsum("kv,kv->k", probability_KV, finite_KV)
-        if split is not None:
-            dist.all_reduce(expected_K, group=split.group)
-        entropy_K = log_total_K - expected_K
-    return torch.stack([logprob_K, entropy_K])
+    start: int,
+    stop: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a chunk: exp(z - max z) [K, V] over this rank's ids, its sum [K] over all, and log-probs and entropies [2, K].
+
+    The logits are overwritten block by block, so that one [K, V] tensor is all there is and a block stays in the
+    processor's cache.
+    """
+    exp_KV = at_least_float32(F.linear(hidden_KD[start:stop], weight_VD))
+    if predictions.kept is not None:
+        kept = predictions.kept.part(start, stop)
+        exp_KV.masked_fill_(~kept.dense(split.start if split is not None else 0, exp_KV.shape[1]), -torch.inf)
+    inverse_K = predictions.inverse_temperature_K[start:stop].to(exp_KV.dtype)
+    highest_K = exp_KV.amax(dim=-1) * inverse_K
+    if split is not None:
+        dist.all_reduce(highest_K, op=dist.ReduceOp.MAX, group=split.group)
+    own_K, column_K = _columns(predictions.label_K[start:stop], exp_KV.shape[1], split)
+    chosen_K = torch.where(own_K, exp_KV.gather(1, column_K[:, None])[:, 0] * inverse_K - highest_K, 0)
+    total_K, moment_K = torch.empty_like(highest_K), torch.empty_like(highest_K)
+    rows = len(exp_KV) if exp_KV.is_cuda else max(1, BLOCK_BYTES // max(1, exp_KV[:1].nbytes))
+    for first, last in _chunks(len(exp_KV), rows):
+        block_KV = exp_KV[first:last]
+        centred_KV = (block_KV * inverse_K[first:last, None]).sub_(highest_K[first:last, None])
+        torch.exp(centred_KV, out=block_KV)
+        torch.sum(block_KV, dim=-1, out=total_K[first:last])
+        # Where the exponential is 0, its logit may be minus infinity: the product is 0.
+        moment_K[first:last] = torch.einsum("kv,kv->k", block_KV, centred_KV.clamp_(min=-1e4))
+    if split is not None:
+        sums_3K = torch.stack([chosen_K, total_K, moment_K])
+        dist.all_reduce(sums_3K, group=split.group)
+        chosen_K, total_K, moment_K = sums_3K
+    log_total_K = torch.log(total_K)
+    return exp_KV, total_K, torch.stack([chosen_K - log_total_K, log_total_K - moment_K / total_K])
 
 
 def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
     """The same in float32, or as they are in float64."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _split_sums(
-    logits_KV: torch.Tensor, label_K: torch.Tensor, split: VocabularySplit
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """logsumexp over the whole vocabulary, and the labels' logits, from each rank's columns: float32 [K] both."""
-    highest_K = logits_KV.detach().amax(dim=-1)
-    dist.all_reduce(highest_K, op=dist.ReduceOp.MAX, group=split.group)
-    total_K = torch.exp(logits_KV - highest_K[:, None]).sum(dim=-1)
-    column_K = label_K - split.start
-    own_K = (column_K >= 0) & (column_K < logits_KV.shape[1])
-    chosen_K = logits_KV.gather(1, torch.where(own_K, column_K, 0)[:, None])[:, 0]
-    total_K, chosen_K = _SumOverRanks.apply(torch.stack([total_K, torch.where(own_K, chosen_K, 0)]), split.group)
-    return highest_K + torch.log(total_K), chosen_K
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Sum of every rank's tensor. What follows is the same on all ranks, so each rank's gradient is already whole."""
-
-    @staticmethod
-    def forward(context: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        total = value.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None

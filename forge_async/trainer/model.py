@@ -12,11 +12,17 @@ from torch import nn
 from forge_async.errors import ForgeError, ModelNotFoundError, require
 from forge_async.trainer import titan_compat as titan
 from forge_async.trainer.config import ParallelismConfig
+from forge_async.trainer.packing import RowCosts
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
 
 _NORMAL = {"weight": partial(nn.init.normal_, std=0.02), "bias": nn.init.zeros_}
 _ONES = {"weight": nn.init.ones_}
+_ATTENTION: dict[str, Any] = {
+    "segments": titan.SegmentAttention,
+    "flex": titan.TreeFlexAttention,
+    "varlen": titan.VarlenAttention,
+}
 _EXPERTS = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), _NORMAL["weight"])
 
 
@@ -90,7 +96,7 @@ def model_spec(config: dict[str, Any], *, max_sequence_tokens: int, attention: s
     """The torchtitan model that computes what ``config`` describes, with at most ``max_sequence_tokens`` positions."""
     family = config["model_type"]
     build = _llama if family == "llama" else _qwen3
-    inner = titan.SegmentAttention.Config() if attention == "segments" else titan.VarlenAttention.Config()
+    inner = _ATTENTION[attention].Config()
     return build(config, min(max_sequence_tokens, config.get("max_position_embeddings", max_sequence_tokens)), inner)
 
 
@@ -156,6 +162,23 @@ def _shared(config: dict[str, Any]) -> dict[str, Any]:
         "norm": _norm(config, dim),
         "lm_head": titan.LogprobHead.Config(in_features=dim, out_features=vocabulary, param_init=_NORMAL),
     }
+
+
+def row_costs(config: dict[str, Any]) -> RowCosts:
+    """Multiplications of a pair of tokens in attention, and of a prediction, over those of a token's linear layers."""
+    dim, layers, heads, head_dim = (
+        config["hidden_size"],
+        config["num_hidden_layers"],
+        config["num_attention_heads"],
+        _head_dim(config),
+    )
+    key_value_heads = config.get("num_key_value_heads") or heads
+    mixtures = sum(_is_mixture_layer(config, index) for index in range(layers))
+    attention = 2 * dim * head_dim * (heads + key_value_heads)
+    dense = 3 * dim * config["intermediate_size"]
+    mixture = 3 * dim * config["moe_intermediate_size"] * config["num_experts_per_tok"] if mixtures else 0
+    token = layers * attention + (layers - mixtures) * dense + mixtures * mixture
+    return RowCosts(pair=2 * layers * heads * head_dim / token, prediction=dim * config["vocab_size"] / token)
 
 
 def is_tied(config: dict[str, Any]) -> bool:

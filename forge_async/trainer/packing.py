@@ -1,10 +1,12 @@
 """Training sequences -> packed rows. Deterministic: the same sequences give the same rows on every rank.
 
-A row is one forward pass: many sequences one after another, without padding. Sequences with an identical prompt (the
-episodes of a group) share it: the prompt is computed once and each completion attends to it, which changes no number
-and cuts the tokens of a group of n by up to n times.
+A row is one forward pass: many sequences one after another, without padding. What several sequences begin with (the
+prompt of a group, the turns before a fork, the same first sampled tokens) stands in the row once, as a node of a prefix
+tree, and each continuation attends to it; no number changes by it. Every sequence keeps predictions of its own, with
+its own advantage, behaviour log-prob and version, also where several predict from one token of the row: what is shared
+is the hidden state alone, and its gradient is the sum of theirs.
 
-The last token of a sequence predicts nothing, so it is not in the row.
+The last predicted token of a sequence predicts nothing, so neither it nor what follows it is in the row.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from forge_async.errors import DataError
+from forge_async.trainer.placing import RowPlan, balanced, deal
+from forge_async.trainer.prefix_tree import LEAST_SAVED, Node, prefix_tree, weigh
 from forge_async.trainer.segments import Segment
 from forge_async.types import SamplingMask, TrainingSequence
 
@@ -44,6 +48,10 @@ class PackedRow:
     """int64 [K]: and its index there."""
     kept: SamplingMask | None = None
     """Ids that the sampler kept for each of the K; None: all of them, for each."""
+    whole_tokens: int = 0
+    """What T would be if every sequence had tokens of its own."""
+    cost: float = 0.0
+    """By the :class:`RowCosts` it was packed with."""
 
     @property
     def tokens(self) -> int:
@@ -51,12 +59,13 @@ class PackedRow:
 
 
 @dataclass(frozen=True)
-class _Unit:
-    """Sequences packed together: they share ``prefix_length`` first tokens. ``cost`` is their tokens in the row."""
+class RowCosts:
+    """What a row costs beside its tokens' linear layers; the unit is those of one token."""
 
-    members: tuple[int, ...]
-    prefix_length: int
-    cost: int
+    pair: float = 0.0
+    """One token attending to one."""
+    prediction: float = 0.0
+    """One prediction: a line of logits."""
 
 
 def pack(
@@ -66,25 +75,30 @@ def pack(
     ranks: int = 1,
     share_prefixes: bool = True,
     every_token: bool = False,
+    costs: RowCosts = RowCosts(),
+    least_saved: int = LEAST_SAVED,
 ) -> list[list[PackedRow]]:
     """Rows for each rank; every rank gets the same number, filled up with rows that predict nothing.
 
     Args:
         token_budget: tokens per row; a sequence longer than it gets a row of its own.
         every_token: predict every token but the first, not only those of the loss mask.
+        costs: by which ranks' shares are made alike.
+        least_saved: tokens that a shared stretch must save.
 
     Raises:
         DataError: a sequence is unusable (a trained first token, a temperature that is not positive); it is named.
     """
-    masks = [_prediction_mask(sequence, every_token) for sequence in sequences]
-    units = _units(sequences, masks, token_budget, share_prefixes)
-    total = sum(unit.cost for unit in units)
-    budget = max(1, min(token_budget, -(-total // ranks))) if ranks > 1 else token_budget
-    if budget < token_budget:
-        units = _units(sequences, masks, budget, share_prefixes)
-    bins = _first_fit(units, budget)
-    by_rank = _spread(bins, ranks)
-    rows = [[_row(sequences, masks, content) for content in contents] for contents in by_rank]
+    predicted = {
+        index: found
+        for index, sequence in enumerate(sequences)
+        if len(found := np.flatnonzero(_prediction_mask(sequence, every_token)))
+    }
+    texts = {index: np.asarray(sequences[index].token_ids[: found[-1]]) for index, found in predicted.items()}
+    roots = prefix_tree(texts, share_prefixes, least_saved)
+    weigh(roots, costs.pair, {index: costs.prediction * len(found) for index, found in predicted.items()})
+    by_rank = deal(balanced(roots, token_budget, ranks), ranks)
+    rows = [[_row(sequences, predicted, plan) for plan in plans] for plans in by_rank]
     longest = max(len(rank_rows) for rank_rows in rows)
     for rank_rows in rows:
         rank_rows.extend(_empty_row() for _ in range(longest - len(rank_rows)))
@@ -109,113 +123,45 @@ def _prediction_mask(sequence: TrainingSequence, every_token: bool) -> np.ndarra
     return mask
 
 
-def _units(
-    sequences: list[TrainingSequence], masks: list[np.ndarray], token_budget: int, share_prefixes: bool
-) -> list[_Unit]:
-    groups: dict[tuple[int, bytes], list[int]] = {}
-    for index, (sequence, mask) in enumerate(zip(sequences, masks, strict=True)):
-        if not mask.any():
-            continue
-        prompt = _prompt_length(sequence, mask)
-        key = np.ascontiguousarray(sequence.token_ids[:prompt], dtype=np.int64).tobytes()
-        groups.setdefault((prompt, key) if share_prefixes else (index, b""), []).append(index)
-    units = []
-    for members in groups.values():
-        prefix = _prompt_length(sequences[members[0]], masks[members[0]])
-        chosen: list[int] = []
-        cost = prefix
-        for index in members:
-            own = len(sequences[index].token_ids) - 1 - prefix
-            if chosen and cost + own > token_budget:
-                units.append(_Unit(tuple(chosen), prefix, cost))
-                chosen, cost = [], prefix
-            chosen.append(index)
-            cost += own
-        units.append(_Unit(tuple(chosen), prefix, cost))
-    return units
-
-
-def _prompt_length(sequence: TrainingSequence, mask: np.ndarray) -> int:
-    """Tokens before the first sampled one; before the last token where none is marked as sampled."""
-    loss_mask = np.asarray(sequence.loss_mask, dtype=bool)
-    if loss_mask.any() and not loss_mask[0]:
-        return int(loss_mask.argmax())
-    return max(1, len(mask) - 1)
-
-
-def _first_fit(units: list[_Unit], budget: int) -> list[list[_Unit]]:
-    order = sorted(range(len(units)), key=lambda index: (-units[index].cost, index))
-    bins: list[list[_Unit]] = []
-    free: list[int] = []
-    for index in order:
-        unit = units[index]
-        for position, room in enumerate(free):
-            if unit.cost <= room:
-                bins[position].append(unit)
-                free[position] -= unit.cost
-                break
-        else:
-            bins.append([unit])
-            free.append(budget - unit.cost)
-    return bins
-
-
-def _spread(bins: list[list[_Unit]], ranks: int) -> list[list[list[_Unit]]]:
-    """Heaviest row first, each to the rank with the least tokens so far."""
-    by_rank: list[list[list[_Unit]]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
-    costs = [sum(unit.cost for unit in content) for content in bins]
-    for index in sorted(range(len(bins)), key=lambda index: (-costs[index], index)):
-        rank = load.index(min(load))
-        by_rank[rank].append(bins[index])
-        load[rank] += costs[index]
-    return by_rank
-
-
-def _row(sequences: list[TrainingSequence], masks: list[np.ndarray], units: list[_Unit]) -> PackedRow:
+def _row(sequences: list[TrainingSequence], predicted: dict[int, np.ndarray], plan: RowPlan) -> PackedRow:
+    """The plan's nodes one after another, parents first, and the predictions of the sequences that end in them."""
     ids: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
     segments: list[Segment] = []
+    places: dict[Node, tuple[int, np.ndarray]] = {}
+    """Node -> its segment, and the row index of each token from its sequences' first to its own last."""
     predictions: dict[str, list[np.ndarray]] = {name: [] for name in _PREDICTION_FIELDS}
     kept: list[SamplingMask] = []
     cursor = 0
-    for unit in units:
-        prefix = unit.prefix_length
-        prefix_start = cursor
-        alone = len(unit.members) == 1
-        if not alone:
-            ids.append(np.asarray(sequences[unit.members[0]].token_ids[:prefix]))
-            positions.append(np.arange(prefix))
-            segments.append(Segment(cursor, prefix))
-            cursor += prefix
-        for index in unit.members:
-            sequence, mask = sequences[index], masks[index]
-            first = 0 if alone else prefix
-            own = np.asarray(sequence.token_ids[first : len(sequence.token_ids) - 1])
-            if len(own):
-                ids.append(own)
-                positions.append(np.arange(first, first + len(own)))
-                segments.append(Segment(cursor, len(own), prefix_start, first))
-            predicted = np.flatnonzero(mask)
-            before = predicted - 1
-            predictions["source"].append(np.where(before < first, prefix_start + before, cursor + before - first))
-            predictions["label"].append(np.asarray(sequence.token_ids)[predicted])
-            predictions["behaviour"].append(np.asarray(sequence.logprobs)[predicted])
-            predictions["advantage"].append(np.asarray(sequence.advantages)[predicted])
-            predictions["inverse_temperature"].append(np.full(len(predicted), 1.0 / sequence.temperature))
-            predictions["sequence_index"].append(np.full(len(predicted), index))
-            predictions["token_index"].append(predicted)
+    nodes = sorted(plan.nodes, key=lambda node: node.order)
+    for node in nodes:
+        parent, place_T = places[node.parent] if node.parent is not None else (-1, np.zeros(0, dtype=np.int64))
+        if node.length:
+            ids.append(np.asarray(sequences[node.text].token_ids[node.start : node.stop]))
+            segments.append(Segment(cursor, node.length, parent))
+            place_T = np.concatenate([place_T, np.arange(cursor, cursor + node.length)])
+            places[node] = (len(segments) - 1, place_T)
+            cursor += node.length
+        for index in node.ends:
+            sequence, predicted_K = sequences[index], predicted[index]
+            predictions["source"].append(place_T[predicted_K - 1])
+            predictions["label"].append(np.asarray(sequence.token_ids)[predicted_K])
+            predictions["behaviour"].append(np.asarray(sequence.logprobs)[predicted_K])
+            predictions["advantage"].append(np.asarray(sequence.advantages)[predicted_K])
+            predictions["inverse_temperature"].append(np.full(len(predicted_K), 1.0 / sequence.temperature))
+            predictions["sequence_index"].append(np.full(len(predicted_K), index))
+            predictions["token_index"].append(predicted_K)
             recorded = sequence.sampling_mask
-            kept.append(SamplingMask.whole(len(predicted)) if recorded is None else recorded.of(predicted))
-            cursor += len(own)
+            kept.append(SamplingMask.whole(len(predicted_K)) if recorded is None else recorded.of(predicted_K))
     flat: dict[str, Any] = {
         name: np.concatenate(values).astype(_PREDICTION_FIELDS[name]) for name, values in predictions.items()
     }
     return PackedRow(
         token_ids=np.concatenate(ids).astype(np.int64),
-        positions=np.concatenate(positions).astype(np.int64),
+        positions=np.concatenate([np.arange(node.start, node.stop) for node in nodes]).astype(np.int64),
         segments=tuple(segments),
         kept=SamplingMask.join(kept) if any(len(mask.token_ids) for mask in kept) else None,
+        whole_tokens=sum(int(predicted[index][-1]) for node in nodes for index in node.ends),
+        cost=plan.cost,
         **flat,
     )
 

@@ -1,14 +1,17 @@
 """Attention over a packed row: which tokens attend to which, and how that is computed without a dense [T, T] mask.
 
-A row is a list of *segments*. A segment's tokens attend causally to each other and to all of the segment's *prefix*,
-another stretch of the same row (the prompt that several completions share). Its positions continue the prefix's.
+A row is a list of *segments*, a tree with parents before their children and each subtree in one piece. A segment's
+tokens attend causally to each other and to all of the segment's ancestors (the prompt that several completions share, a
+turn that several forks share). Their positions continue the parent's.
 
 Segments of like length are gathered into one padded batch, so that the cost is the sum of the segments' own squares
-and not the square of the row; linear layers still see the row without padding.
+and not the square of the row; linear layers still see the row without padding. FlexAttention needs no more of the tree
+than :func:`seen_until`: a key is seen by the queries from its own place on until its segment's subtree ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,12 +21,30 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a row, in row indices. ``prefix_length`` 0 means that it starts a document of its own."""
+    """A stretch of a row, in row indices."""
 
     start: int
     length: int
-    prefix_start: int = 0
-    prefix_length: int = 0
+    parent: int = -1
+    """Index of the segment that it continues in the row's list; -1 starts a document of its own."""
+
+
+def ancestors(segments: Sequence[Segment], index: int) -> list[Segment]:
+    """The segments that segment ``index`` continues, root first."""
+    found: list[Segment] = []
+    while (index := segments[index].parent) >= 0:
+        found.append(segments[index])
+    return found[::-1]
+
+
+def seen_until(segments: Sequence[Segment]) -> np.ndarray:
+    """int64 [T]: token k is attended to by tokens k to before ``seen_until[k]``, and by no others."""
+    ends = [segment.start + segment.length for segment in segments]
+    for index in reversed(range(len(segments))):
+        parent = segments[index].parent
+        if parent >= 0:
+            ends[parent] = max(ends[parent], ends[index])
+    return np.repeat(np.array(ends, dtype=np.int64), [segment.length for segment in segments])
 
 
 @dataclass(frozen=True)
@@ -55,34 +76,36 @@ class AttentionLayout:
         return AttentionLayout(moved, self.output_T.to(device))
 
 
-def attention_layout(segments: list[Segment] | tuple[Segment, ...]) -> AttentionLayout:
+def attention_layout(segments: Sequence[Segment]) -> AttentionLayout:
     """Group a row's segments by rounded-up lengths (powers of two, at least 16) and index them.
 
     The segments must cover the row: every token belongs to exactly one.
     """
-    by_size: dict[tuple[int, int], list[Segment]] = {}
-    for segment in segments:
-        size = (_size_class(segment.length), _size_class(segment.prefix_length + segment.length))
-        by_size.setdefault(size, []).append(segment)
+    above = [ancestors(segments, index) for index in range(len(segments))]
+    prefix = [sum(segment.length for segment in chain) for chain in above]
+    by_size: dict[tuple[int, int], list[int]] = {}
+    for index, segment in enumerate(segments):
+        size = (_size_class(segment.length), _size_class(prefix[index] + segment.length))
+        by_size.setdefault(size, []).append(index)
     total = sum(segment.length for segment in segments)
     output = np.full(total, -1, dtype=np.int64)
     buckets = []
     offset = 0
     for size in sorted(by_size):
         members = by_size[size]
-        queries = max(segment.length for segment in members)
-        keys = max(segment.prefix_length + segment.length for segment in members)
+        queries = max(segments[index].length for index in members)
+        keys = max(prefix[index] + segments[index].length for index in members)
         query = np.empty((len(members), queries), dtype=np.int64)
         key = np.empty((len(members), keys), dtype=np.int64)
         reach = np.zeros((len(members), queries), dtype=np.int64)  # the last key each query may see
-        for row, segment in enumerate(members):
-            own = np.arange(segment.start, segment.start + segment.length)
-            prefix = np.arange(segment.prefix_start, segment.prefix_start + segment.prefix_length)
-            seen = np.concatenate([prefix, own])
+        for row, index in enumerate(members):
+            chain = [*above[index], segments[index]]
+            seen = np.concatenate([np.arange(part.start, part.start + part.length) for part in chain])
+            own = seen[prefix[index] :]
             query[row], key[row] = own[0], seen[0]
             query[row, : len(own)] = own
             key[row, : len(seen)] = seen
-            reach[row, : len(own)] = segment.prefix_length + np.arange(len(own))
+            reach[row, : len(own)] = prefix[index] + np.arange(len(own))
             output[own] = offset + row * queries + np.arange(len(own))
         mask = np.arange(keys)[None, None, :] <= reach[:, :, None]
         buckets.append(AttentionBucket(torch.from_numpy(query), torch.from_numpy(key), torch.from_numpy(mask)[:, None]))

@@ -4,7 +4,8 @@ What is here and why (each is covered by a test of ``tests/trainer/test_model.py
 
 - ``torch._utils._get_available_device_type`` is made to answer ``"cpu"`` where there is no accelerator; torchtitan's
   module-level device lookup fails on ``None`` there.
-- :class:`SegmentAttention` replaces flex and varlen attention, which do not train on CPU.
+- :class:`SegmentAttention` replaces flex and varlen attention, which do not train on CPU; :class:`TreeFlexAttention`
+  replaces torchtitan's flex attention, which is compiled for rows of one length.
 - :class:`LogprobHead` replaces the output layer, so that full logits are never kept and the projection still runs
   inside the FSDP-managed module).
 - :class:`PreciseGroupedExperts` and :class:`PreciseGate` replace the MoE parts that cast to bfloat16 or rely on a
@@ -19,7 +20,7 @@ import dataclasses
 import logging
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch._utils
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 if not torch.cuda.is_available():
     torch._utils._get_available_device_type = lambda: "cpu"
@@ -35,6 +37,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as distributed_utils
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import VarlenAttention, create_varlen_metadata_for_document
 from torchtitan.models.common.config_utils import (
@@ -84,7 +87,9 @@ __all__ = [
     "RMSNorm",
     "SegmentAttention",
     "TrainingConfig",
+    "TreeFlexAttention",
     "VarlenAttention",
+    "checkpointing",
     "create_varlen_metadata_for_document",
     "default_adamw",
     "distributed_utils",
@@ -96,10 +101,12 @@ __all__ = [
     "make_router_config",
     "parallelize_llama",
     "parallelize_qwen3",
+    "plain_name",
     "quiet_titan",
     "replace_config",
     "skip_param_init",
     "titan_utils",
+    "tree_block_mask",
     "use_plain_sums",
 ]
 
@@ -129,6 +136,48 @@ class SegmentAttention(Module):
         **unused: Any,
     ) -> torch.Tensor:
         return segment_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale)
+
+
+class TreeFlexAttention(Module):
+    """FlexAttention over the segments of a packed row; ``attention_masks`` is a :class:`BlockMask`.
+
+    torchtitan's own compiles with autotuning, for one shape: rows differ in length. Where there is no compiler for it
+    (on a CPU, which has no backward pass of it either) it computes all scores.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        pass
+
+    _compiled: ClassVar[Any] = torch.compile(flex_attention, dynamic=True)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: BlockMask,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **unused: Any,
+    ) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        attend = flex_attention if q.device.type == "cpu" else TreeFlexAttention._compiled
+        return attend(q, k, v, block_mask=attention_masks, scale=scale, enable_gqa=enable_gqa).transpose(1, 2)
+
+
+def tree_block_mask(until_T: torch.Tensor) -> BlockMask:
+    """The mask by which key k is seen by queries k to before ``until_T[k]``; see ``segments.seen_until``."""
+
+    def seen(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (query < until_T[key])
+
+    count = len(until_T)
+    return create_block_mask(seen, None, None, count, count, device=until_T.device)
 
 
 class LogprobHead(Linear):
@@ -221,6 +270,17 @@ def keep_tied(model: Any) -> None:
         model.tok_embeddings.weight = model.lm_head.weight
 
     model.parallelize = parallelize_and_tie
+
+
+def checkpointing(kind: str) -> Any:
+    """torchtitan's config of ``trainer.activation_checkpointing``; None for ``none``. Nothing is drawn at random."""
+    policies = {"selective": SelectiveAC, "full": FullAC}
+    return policies[kind].Config(preserve_rng_state=False) if kind in policies else None
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what checkpointing puts into it."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def use_plain_sums(model: nn.Module) -> None:

@@ -75,6 +75,7 @@ def check_spans(folder: Path) -> list[dict[str, Any]]:
     assert kinds["trainer 0", "main", "train"] == STEPS
     assert kinds["generator 0", "main", "swap"] == kinds["generator 0", "weights", "pull"] == STEPS + 1
     assert kinds["trainer 0", "publishing", "publish"] == STEPS + 1
+    assert all(kinds["trainer 0", "step", phase] >= STEPS for phase in ("data", "forward", "logprobs", "backward"))
     for expected in (("generator 0", "main", "generate"), ("rewards", "worker 0", "reward")):
         assert kinds[expected] > 0
     assert kinds["trainer 0", "main", "checkpoint"] >= 1

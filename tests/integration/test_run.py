@@ -40,7 +40,10 @@ def test_a_run_keeps_its_invariants_is_replayed_and_resumes(app) -> None:
     assert set(summary) == {
         *("steps", "wall_s", "reward", "swaps", "swaps_in_flight", "aborted_by_swap", "tokens", "staleness"),
         *("digest_mismatches", "ledger", "requeued", "selection_bias", "idle_share", "tokens_per_s"),
+        *("trainer_s", "advice"),
     }
+    assert summary["trainer_s"]["backward"] > 0 and summary["advice"]["idle_trainer"] >= 0
+    assert "\nbalance    " in output
     assert sum(summary["staleness"]["histogram"]) == summary["tokens"]["trained"]
     assert summary["staleness"]["kv_max_seen"] >= summary["staleness"]["max_seen"]
     assert summary["steps"] == summary["swaps"] == summary["swaps_in_flight"] == 4

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge_async.observability import MetricsConfig, MetricsLogger, Summary, plot_run
+from forge_async.observability.advice import Measured, Resources, advise
 from forge_async.observability.plot import read_curve, smooth
 
 
@@ -36,6 +37,8 @@ def make_summary(**changes: object) -> Summary:
         idle_generators=[0.05, 0.0],
         generated_tokens_per_s=700.0,
         trained_tokens_per_s=650.0,
+        phase_s={"forward": 20.0, "backward": 30.0, "clip": 0.1},
+        advice=advise(Measured(4.0, 3.9, 2.0, 0.2, 8, 1, Resources(2, 4))),
     )
     return Summary(**{**values, **changes})
 
@@ -60,6 +63,18 @@ def test_the_file_has_exactly_the_agreed_keys(tmp_path: Path) -> None:
         },
         "idle_share": {"trainer": 0.25, "generators": [0.05, 0.0]},
         "tokens_per_s": {"generated": 700.0, "trained": 650.0},
+        "trainer_s": {"forward": 20.0, "backward": 30.0, "clip": 0.1},
+        "advice": {
+            "waited": "generators",
+            "idle_trainer": pytest.approx(0.025),
+            "idle_generators": 0.5,
+            "trainer": 3,
+            "generators": 3,
+            "unit": "cores",
+            "groups_per_step": None,
+            "max_staleness": None,
+            "step_s": pytest.approx(8 / 3),
+        },
     }
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
@@ -76,7 +91,12 @@ def test_the_last_line_printed_is_the_path_unwrapped() -> None:
     make_summary().print(path, plot=Path("runs/x/reward.png"), file=file)
     text = file.getvalue()
     assert text.endswith(f"\n{path}\n")
-    for expected in ("0.200 (first 5 steps) → 0.490 (last 10)", "24, 23 with requests in flight, 0 requests aborted"):
+    for expected in (
+        "backward 60%, forward 40%\n",
+        "the generators waited for the trainer 50% of the time; 3 cores for the trainer and 3 for the generators",
+        "0.200 (first 5 steps) → 0.490 (last 10)",
+        "24, 23 with requests in flight, 0 requests aborted",
+    ):
         assert expected in text
     assert "DOES NOT BALANCE" not in text
     assert "without a policy version" not in text

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from safetensors.torch import save_file
-from trainer_samples import groups, masked, sequence
+from trainer_samples import forked, groups, masked, sequence
 
 from forge_async.trainer.config import OptimizerConfig, ParallelismConfig, TrainerConfig
 from forge_async.trainer.engine import TrainerEngine
@@ -26,7 +26,7 @@ def run_steps(engine: TrainerEngine) -> list[StepStats]:
     uneven = [sequence("ten", [5, 6], [7] * 10), sequence("two", [8], [9] * 2)]
     return [
         engine.step(uneven),
-        engine.step(groups()),
+        engine.step(forked()),
         engine.sft_step(groups(seed=1)),
         engine.step(masked(groups(seed=2))),
     ]

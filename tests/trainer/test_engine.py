@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from trainer_samples import groups, sequence
+from trainer_samples import forked, groups, sequence
 
 from forge_async.errors import ConfigError, DataError, ForgeError
 from forge_async.testing.models import ModelFactory
@@ -263,6 +265,67 @@ def test_a_learning_rate_set_by_hand_counts_from_the_next_step_and_the_schedule_
     resumed = TrainerEngine(config, tiny_llama, total_steps=6)
     resumed.load_checkpoint(tmp_path / "version-4")
     assert resumed.step(groups(seed=4)).learning_rate == pytest.approx(0.5e-3), "a resume goes by its own config"
+
+
+def test_a_step_says_where_its_time_went(tiny_llama: Path) -> None:
+    engine = TrainerEngine(dataclasses.replace(CONFIG, micro_batch_tokens=40), tiny_llama)
+    noted: list[tuple[str, float, float]] = []
+    engine.phases.note = lambda *span: noted.append(span)
+    engine.logprobs(groups())
+    assert not noted, "that is no step"
+    waited = []
+    engine.before_update = lambda: waited.append(time.sleep(0.05))
+    began = time.monotonic()
+    stats = engine.step(groups())
+    parts = stats.phase_s
+    assert set(parts) == {"data", "forward", "logprobs", "backward", "clip", "publish", "optimizer", "other"}
+    assert sum(parts.values()) == pytest.approx(stats.wall_s, abs=0.01)
+    assert 0.05 <= parts["publish"] < 0.2 and min(parts.values()) > 0
+    rows = sum(name == "logprobs" for name, _, _ in noted)
+    assert rows == len(engine._rows(groups())) > 1
+    assert all(a[2] <= b[1] + 1e-9 for a, b in pairwise(noted)), "one after the other, none within another"
+    assert began <= noted[0][1] and noted[-1][2] <= time.monotonic()
+    supervised = engine.sft_step(groups()).phase_s
+    assert supervised["forward"] > 0 and "reference" not in supervised
+    penalty = dataclasses.replace(CONFIG, loss=LossConfig(kl=KLConfig(coefficient=0.1)))
+    assert TrainerEngine(penalty, tiny_llama).step(groups()).phase_s["reference"] > 0
+
+
+def test_a_step_says_what_sharing_saves(tiny_llama: Path) -> None:
+    engine = TrainerEngine(CONFIG, tiny_llama)
+    stats = engine.step(forked())
+    whole = sum(len(each.token_ids) - 1 for each in forked())
+    assert stats.prefix_sharing == pytest.approx(whole / stats.total_tokens)
+    assert stats.prefix_sharing > 1.5 and stats.padding_fraction == 0
+    engine.config = dataclasses.replace(CONFIG, share_prompts=False)
+    assert engine.step(forked()).prefix_sharing == 1.0
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_activation_checkpointing_changes_no_gradient_and_no_name(tiny_llama: Path, tmp_path: Path, kind: str) -> None:
+    plain = TrainerEngine(CONFIG, tiny_llama)
+    saving = TrainerEngine(dataclasses.replace(CONFIG, activation_checkpointing=kind), tiny_llama)
+    expected, found = plain.gradient(forked()), saving.gradient(forked())
+    assert expected.keys() == found.keys()
+    for name, wanted in expected.items():
+        torch.testing.assert_close(found[name], wanted, atol=1e-7, rtol=1e-5)
+    saving.step(groups())
+    assert [s.name for s in saving.hf_shards()] == [s.name for s in plain.hf_shards()]
+    saving.save_checkpoint(tmp_path / "ck", {})
+    plain.load_checkpoint(tmp_path / "ck")
+    for a, b in zip(plain.logprobs(groups()), saving.logprobs(groups()), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_flex_attention_sees_the_same_tree(tiny_llama: Path) -> None:
+    """Its forward pass alone: it has no other on a CPU. The device is left open, as a run would on a GPU."""
+    expected = TrainerEngine(CONFIG, tiny_llama).logprobs(forked())
+    flex = TrainerEngine(dataclasses.replace(CONFIG, attention="flex"), tiny_llama)
+    for got, wanted in zip(flex.logprobs(forked()), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
+    assert (TrainerConfig().attention_on("cuda"), TrainerConfig().attention_on("cpu")) == ("flex", "segments")
+    with pytest.raises(ConfigError, match="attention = 'flex': must be segments or auto with device cpu"):
+        TrainerConfig(attention="flex", device="cpu")
 
 
 def test_the_learning_rate_follows_its_schedule() -> None:

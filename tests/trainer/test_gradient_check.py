@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from trainer_samples import DoubleTrainer, sequence
+from trainer_samples import DoubleTrainer, forked, masked, sequence
 
 from forge_async.errors import ForgeError
 from forge_async.testing.models import ModelFactory
 from forge_async.trainer.config import TrainerConfig
+from forge_async.trainer.engine import TrainerEngine
 from forge_async.trainer.gradient_check import GradientCheck, gradient_check
 from forge_async.trainer.loss import LossSums, PolicyTokens, policy_loss
 from forge_async.trainer.loss_config import CorrectionConfig, KLConfig, LossConfig, LossParts
+from forge_async.trainer.segments import ancestors
 from tests.trainer.faulty_trainers import NextLabels, ShiftedLabels
 
 CONFIG = TrainerConfig(micro_batch_tokens=64, logprob_chunk=16)
@@ -45,9 +47,28 @@ def test_every_split_and_packing_gives_the_same_gradient(tiny_llama: Path, loss:
 
 
 def test_float32_keeps_to_its_own_rounding(tiny_llama: Path) -> None:
-    result = gradient_check(CONFIG, tiny_llama, processes=1)
+    for given in (None, forked()):
+        result = gradient_check(CONFIG, tiny_llama, given, processes=1)
+        assert result.passed, str(result)
+        assert max(result.deviations.values()) < 1e-5
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo"])
+def test_a_tree_of_shared_prefixes_changes_no_gradient(tiny_llama: Path, algorithm: str) -> None:
+    """Forks of episodes, turns trained in several sequences with their own advantages, sampling masks, temperatures."""
+    loss = LossConfig(algorithm=algorithm, kl=KLConfig(coefficient=0.1), aggregation="sequence_mean")
+    config = dataclasses.replace(CONFIG, loss=loss)
+    result = gradient_check(config, tiny_llama, masked(forked()), engine=DoubleTrainer, processes=1, tolerance=1e-6)
     assert result.passed, str(result)
-    assert max(result.deviations.values()) < 1e-5
+
+
+def test_a_tree_saves_what_it_shares(tiny_llama: Path) -> None:
+    engine = TrainerEngine(dataclasses.replace(CONFIG, micro_batch_tokens=4096), tiny_llama)
+    (row,) = engine._rows(forked())
+    depths = {len(ancestors(row.segments, index)) for index in range(len(row.segments))}
+    assert depths == {0, 1, 2, 3}
+    assert row.whole_tokens == sum(len(s.token_ids) - 1 for s in forked())
+    assert row.tokens < 0.6 * row.whole_tokens
 
 
 def test_a_mixture_of_experts_does_so_too(tiny_qwen3_moe: Path) -> None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainer_samples import DoubleTrainer, groups, masked
 
+from forge_async.trainer import logprobs
 from forge_async.trainer.config import TrainerConfig
 from forge_async.trainer.engine import TrainerEngine
 from forge_async.trainer.logprobs import KeptIds, Predictions, selected_logprobs
@@ -92,21 +93,45 @@ class MostLogits(TorchDispatchMode):
         return made
 
 
-def test_logits_of_more_than_a_chunk_never_exist_nor_are_kept_for_the_backward_pass() -> None:
+def test_logits_of_more_than_a_chunk_are_never_computed_at_once() -> None:
     hidden_KD, weight_VD, label_K, inverse_K, mask = problem()
     predictions = Predictions(label_K, label_K, inverse_K, KeptIds.on(torch.device("cpu"), mask), 4)
-    kept: list[tuple[int, ...]] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tuple(tensor.shape))
-        return tensor
-
     with MostLogits() as most:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            values = selected_logprobs(hidden_KD, weight_VD, predictions)
-        values[0].sum().backward()
+        selected_logprobs(hidden_KD, weight_VD, predictions)[0].sum().backward()
     assert most.rows == 4
-    assert [shape for shape in kept if VOCABULARY in shape[1:]] == []
+
+
+@pytest.mark.parametrize(("held_chunks", "computed"), [(0, 12), (2, 10), (6, 6)])
+def test_the_softmax_is_kept_for_the_backward_pass_up_to_a_bound(
+    held_chunks: int, computed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six chunks. What is kept is not computed again, and no gradient depends on it."""
+    hidden_KD, weight_VD, label_K, inverse_K, mask = problem()
+    kept = KeptIds.on(torch.device("cpu"), mask)
+    plain = Predictions(label_K, label_K, inverse_K, kept, COUNT)
+    wanted = torch.autograd.grad(selected_logprobs(hidden_KD, weight_VD, plain)[0].sum(), (hidden_KD, weight_VD))
+    calls: list[int] = []
+    inner = logprobs._exponentials
+    monkeypatch.setattr(logprobs, "_exponentials", lambda *args: (calls.append(args[-2]), inner(*args))[1])
+    bounded = replace(plain, chunk_size=4, held_bytes=4 * 4 * VOCABULARY * held_chunks)
+    values = selected_logprobs(hidden_KD, weight_VD, bounded)
+    found = torch.autograd.grad(values[0].sum(), (hidden_KD, weight_VD))
+    assert len(calls) == computed
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, expected)
+    with torch.no_grad():
+        assert not selected_logprobs(hidden_KD, weight_VD, bounded).requires_grad
+
+
+def test_a_label_that_was_not_kept_adds_no_gradient_of_its_own() -> None:
+    """Its log-prob is minus infinity, whatever its logit; what the others lose is that of the softmax over the kept."""
+    hidden_KD, weight_VD = torch.randn(1, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    kept = KeptIds.on(torch.device("cpu"), SamplingMask(np.array([0, 2], np.int32), np.array([2], np.int32)))
+    label = torch.tensor([3])
+    found = selected_logprobs(hidden_KD, weight_VD, Predictions(label, label, torch.ones(1), kept))
+    assert found[0].item() == -math.inf and math.isfinite(found[1].item())
+    found[0].sum().backward()
+    assert weight_VD.grad is not None and torch.equal(weight_VD.grad[[1, 3, 4]], torch.zeros(3, 4))
 
 
 def test_a_single_kept_id_has_logprob_zero_and_no_gradient() -> None:

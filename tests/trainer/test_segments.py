@@ -10,12 +10,21 @@ from forge_async.trainer.segments import Segment, attention_layout, segment_atte
 
 def test_attention_equals_a_dense_mask() -> None:
     torch.manual_seed(0)
-    segments = [Segment(0, 5), Segment(5, 3, 0, 5), Segment(8, 20, 0, 5), Segment(28, 1)]
-    total, heads, kv_heads, dim = 29, 4, 2, 8
+    segments = [
+        Segment(0, 5),
+        Segment(5, 3, 0),
+        Segment(8, 2, 1),
+        Segment(10, 20, 1),
+        Segment(30, 20, 0),
+        Segment(50, 1),
+    ]
+    total, heads, kv_heads, dim = 51, 4, 2, 8
+    parents = {0: [], 1: [0], 2: [1, 0], 3: [1, 0], 4: [0], 5: []}
     mask = torch.zeros(total, total, dtype=torch.bool)
-    for segment in segments:
+    for index, segment in enumerate(segments):
         for query in range(segment.start, segment.start + segment.length):
-            mask[query, segment.prefix_start : segment.prefix_start + segment.prefix_length] = True
+            for above in (segments[parent] for parent in parents[index]):
+                mask[query, above.start : above.start + above.length] = True
             mask[query, segment.start : query + 1] = True
     q = torch.randn(1, total, heads, dim, requires_grad=True)
     k, v = (torch.randn(1, total, kv_heads, dim, requires_grad=True) for _ in range(2))

@@ -50,6 +50,33 @@ def groups(
     return made
 
 
+def forked(vocabulary: int = 260, seed: int = 0) -> list[TrainingSequence]:
+    """Prefixes shared at several levels: two episodes that fork after their first and second turn, whose shared turns
+    are trained in each fork; two completions that begin alike; one that is another's beginning; and one on its own."""
+    random = np.random.default_rng(seed)
+
+    def draw(count: int) -> list[int]:
+        return random.integers(4, vocabulary, count).tolist()
+
+    prompt, made = draw(13), []
+    for episode in range(2):
+        turn, reply, second = draw(9), draw(4), draw(10)
+        for index, tail in enumerate(([*second, *draw(5)], [*second, *draw(3)], draw(6))):
+            whole = sequence(f"{episode}/{index}", prompt, [*turn, *reply, *tail], advantage=1.5 - 2.0 * episode)
+            replied = slice(len(prompt) + len(turn), len(prompt) + len(turn) + len(reply))
+            for values in (whole.loss_mask, whole.logprobs, whole.advantages):
+                values[replied] = 0
+            noise = random.normal(0, 0.3, len(whole.token_ids)).astype(np.float32)
+            logprobs = np.where(whole.loss_mask, whole.logprobs + noise, 0).astype(np.float32)
+            made.append(replace(whole, logprobs=logprobs, episode_id=f"e{episode}"))
+    alike = draw(11)
+    made.append(sequence("alike/0", prompt, [*alike, *draw(4)], advantage=0.5))
+    made.append(sequence("alike/1", prompt, [*alike, *draw(2)], advantage=-1.0, temperature=0.7))
+    made.append(sequence("beginning", prompt, alike, advantage=2.0))
+    made.append(sequence("alone", draw(20), draw(7), advantage=-0.5))
+    return made
+
+
 def masked(sequences: list[TrainingSequence], kept: int = 6, vocabulary: int = 260) -> list[TrainingSequence]:
     """The same, as if the sampler had kept 1 to ``kept`` ids at each sampled token; but for every fourth sequence."""
     random = np.random.default_rng(5)

@@ -3,7 +3,8 @@ import { html, useCallback, useEffect, useRef, useState } from "./vendor/htm-pre
 import { css, duration, get, isNumber, Panel, Tip, useScheme, useSize } from "./util.js";
 
 const LANE = 24, GAP = 6, AXIS = 22;
-const KNOWN = ["generate", "swap", "pull", "attest", "train", "publish", "reward", "checkpoint", "logprobs", "wait", "hold"];
+const KNOWN = ["generate", "swap", "pull", "attest", "train", "publish", "reward", "checkpoint", "data", "forward", "logprobs", "reference",
+  "backward", "clip", "optimizer", "wait", "hold"];
 
 function ticksOf(start, end, count) {
   const rough = (end - start) / count, power = 10 ** Math.floor(Math.log10(rough));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -146,6 +147,8 @@ class RunFolder(RunPaths):
     def release(self) -> None:
         """Let another run go on here."""
         if self._claim is not None:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(self._claim, fcntl.LOCK_UN)  # also for a process that was forked off and has it open still
             self._claim.close()
             self._claim = None
 

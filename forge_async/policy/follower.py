@@ -190,7 +190,7 @@ class Follower:
             prepared = await preparing
             pulled = time.perf_counter()
             self.engine.spans.note("weights", "pull", began, pulled, version=lease.version)
-            if prepared.digests:  # all is read: what is left takes less than a thread's start
+            if prepared.digests and all(map(lease.lies_whole, lease)):  # what is left takes less than a thread's start
                 check_before()
             else:
                 await self._beside(check_before)

@@ -102,6 +102,10 @@ async def rollout_group(
                 talk = await _converse(prompt, generate, environment, sampling, episode_id, limits)
         except RunFailed:
             raise
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            return fail(episode_id, "error", "its environment was cancelled, but not by this run")
         except Exception as error:  # an environment is user code; its faults are this episode's
             if limit.expired():
                 return fail(episode_id, "timeout", f"not finished within {timeout_s:g} s (rollout.timeout_s)")

@@ -98,7 +98,12 @@ class VerifiersSession(Session):
     async def start(self) -> list[Message]:
         known = ("example_id", "task", "info")
         given = {name: self.prompt.metadata[name] for name in known if self.prompt.metadata.get(name) is not None}
-        example = {"example_id": 0, "task": "default", "answer": self.prompt.answer or "", **given}
+        example = {
+            "example_id": 0,
+            "task": "default",
+            "answer": "" if self.prompt.answer is None else self.prompt.answer,
+        }
+        example |= given
         client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=self._create)))
         rollout = self.environment.env.rollout(
             {**example, "prompt": [dict(message) for message in self.prompt.messages]}, client, "policy", {}

@@ -77,6 +77,9 @@ class Parts:
             ForgeError: a setting or a file is wrong.
         """
         config = self.config
+        if not (config.reward.functions or config.rollout.environment or self._given_environment):
+            allowed = "at least one module:function where rollout.environment is empty"
+            raise ConfigError("reward.functions", config.reward.functions, allowed)
         with prefix_errors("reward"):
             check_reward_names(config.reward.specs)
         await ensure_model(config.model)
@@ -281,11 +284,15 @@ class Parts:
                 if self._entered:
                     await self.runtime.__aexit__(None, None, None)
         finally:
-            if hasattr(self, "recording"):
-                self.monitor.close()
-                self.recording.close(outcome)
-                self.journal.close()
+            try:
+                if hasattr(self, "monitor"):
+                    self.monitor.close()
+                if hasattr(self, "recording"):
+                    self.recording.close(outcome)
+                if hasattr(self, "journal"):
+                    self.journal.close()
                 if runs and self.replay is None:
                     self.recording.conclude(self.summary(), outcome)
-            if hasattr(self, "folder"):
-                self.folder.release()
+            finally:
+                if hasattr(self, "folder"):
+                    self.folder.release()

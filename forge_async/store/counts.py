@@ -27,11 +27,7 @@ class WrittenCounts:
 
     def note(self, rank: int, elements: int) -> None:
         """Tell that the first ``elements`` of a rank's plan are written."""
-        with (
-            self._fence
-        ):  # what was written before a lock is given back is seen before what is written after it is taken
-            pass
-        with self._fence:  # orders memory: the elements are seen before the count
+        with self._fence:  # orders memory: what was written before it is given back is seen before what comes then
             pass
         with self._fence:
             self._counts[rank] = elements

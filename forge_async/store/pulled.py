@@ -62,7 +62,8 @@ class Pulled(Mapping[str, torch.Tensor]):
         self.buckets: dict[int, torch.Tensor] = {}
         self._store = store
         self._lease_id = lease.lease_id
-        self._views = views_of(lease)
+        # Of a reader that shares no memory, what it has fetched is its own: a place in the store serves again.
+        self._views = views_of(lease) if store.shares_memory() else {}
         self._assembled: dict[str, torch.Tensor] = {}
         self._released = False
         self._failure: ForgeError | None = None

@@ -305,7 +305,12 @@ class Registry(ForgeActor):
         if not near:
             if entry.announced is None:
                 entry.announced = asyncio.ensure_future(self._announce(entry))
-            await asyncio.shield(entry.announced)
+            try:
+                await asyncio.shield(entry.announced)
+            except Exception:  # the next reader tries it anew
+                entry.announced = None
+                del self._leases[lease_id]
+                raise
         return Lease(
             lease_id,
             entry.number,

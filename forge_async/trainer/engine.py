@@ -202,10 +202,10 @@ class TrainerEngine:
 
     def _optimize(self, sequences: list[TrainingSequence], weighted: LossWeights, loss: RowLoss) -> StepStats:
         started = time.monotonic()
-        self.phases.begin()
         learning_rate = float(self.schedulers.schedulers[0].get_last_lr()[0])
         if not weighted.tokens:
             return skipped_step(self.version, learning_rate, weighted.nonfinite, time.monotonic() - started)
+        self.phases.begin()
         totals, ratio_max = self._accumulate(sequences, weighted, loss)
         with self.phases.phase("clip"):
             grad_norm = float(

@@ -45,8 +45,10 @@ class Phases:
     def phase(self, name: str) -> Iterator[None]:
         """What is inside is phase ``name``; outside a step nothing is timed."""
         self.enter(name)
-        yield
-        self.leave()
+        try:
+            yield
+        finally:
+            self.leave()
 
     def enter(self, name: str) -> None:
         if self._marks:

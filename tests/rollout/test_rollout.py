@@ -149,10 +149,11 @@ async def test_rewards_that_never_work_end_the_run(tmp_path, monkeypatch, caplog
     assert "zoo_never.py:2" in caplog.text
 
 
-async def test_an_environment_that_raises_fails_its_episode():
+@pytest.mark.parametrize("error", [KeyError("state"), asyncio.CancelledError()], ids=["error", "cancelled within"])
+async def test_an_environment_that_raises_fails_its_episode(error: BaseException):
     class Broken(Session):
         async def reply(self, text, completion):
-            raise KeyError("state")
+            raise error
 
     class Breaks(Environment):
         def session(self, prompt, episode_id):

@@ -68,6 +68,14 @@ async def test_a_start_that_fails_leaves_a_stopped_run_that_cannot_be_started_ag
     await run.stop()
 
 
+async def test_rewards_are_named_where_no_environment_gives_any() -> None:
+    run = forge_async.launch(changed(Config(), {"reward.functions": []}))
+    with pytest.raises(
+        ConfigError, match=r"reward\.functions = \[\]: must be at least one .* where rollout\.environment"
+    ):
+        await run.start()
+
+
 async def test_a_wrong_count_of_steps_is_refused() -> None:
     with pytest.raises(RunStateError, match="0 steps"):
         await forge_async.launch(Config()).step(0)

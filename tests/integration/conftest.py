@@ -114,7 +114,7 @@ class App:
         return json.loads((self.folder / "runs" / name / "summary.json").read_text())
 
     def wait_for(
-        self, process: subprocess.Popen[str], kind: str, name: str = "tiny", timeout: float = 120
+        self, process: subprocess.Popen[str], kind: str, name: str = "tiny", timeout: float = 240
     ) -> dict[str, Any]:
         """The first event of a kind, once it is there."""
         deadline = time.monotonic() + timeout

@@ -133,12 +133,15 @@ def check_panels(page: Any, folder: Path) -> None:
 
 def check_episode(page: Any, folder: Path) -> None:
     """Shading changes exactly where a swap happened; a token's own figures are the recorded ones."""
+    from playwright.sync_api import expect
+
     records = list(read(folder / "episodes.jsonl"))
     assert figure(page, "episodes") == str(len(records)) == str(STEPS * 16)
     mixed = [record for record in records if record["oldest"] != record["newest"]]
     assert mixed, "no episode of this run has seen a swap"
     record = mixed[-1]
     page.get_by_label("swapped midway").check()
+    expect(page.locator('[data-figure="episodes"]')).to_have_text(str(len(mixed)))
     page.locator(".list .item", has_text=record["episode_id"]).first.click()
     page.wait_for_selector(f'.reader[data-episode="{record["episode_id"]}"]')
     (turn,) = record["turns"]

@@ -8,14 +8,17 @@ function useList(query, count) {
   const pages = useRef(new Map());
   const [state, set] = useState({ total: 0, all: 0, tick: 0, failed: "" });
   const load = async (page, force) => {
-    if (pages.current.has(page) && !force) return;
-    if (!pages.current.has(page)) pages.current.set(page, null);
+    const own = pages.current; // of this query: an answer that comes after the next question is not shown
+    if (own.has(page) && !force) return;
+    if (!own.has(page)) own.set(page, null);
     try {
       const found = await get(`api/episodes?start=${page * PAGE}&count=${PAGE}&${query}`);
-      pages.current.set(page, found.rows);
+      if (own !== pages.current) return;
+      own.set(page, found.rows);
       set((s) => ({ total: found.total, all: found.all, tick: s.tick + 1, failed: "" }));
     } catch (error) {
-      pages.current.delete(page);
+      own.delete(page);
+      if (own !== pages.current) return;
       set((s) => ({ ...s, failed: error.message }));
     }
   };
@@ -29,7 +32,7 @@ function List({ list, chosen, choose, groupSize }) {
   const [box, { height }] = useSize();
   const [top, setTop] = useState(0);
   const first = Math.max(0, Math.floor(top / ROW) - 6), last = Math.min(list.total, Math.ceil((top + height) / ROW) + 6);
-  useEffect(() => list.need(first, last), [first, last, list.total]);
+  useEffect(() => list.need(first, last), [first, last, list.total, list.tick]);
   const rows = [];
   for (let i = first; i < last; i++) rows.push([i, list.row(i)]);
   const keys = (event) => {
@@ -49,7 +52,7 @@ function List({ list, chosen, choose, groupSize }) {
     <div class="list" ref=${box} tabindex="0" role="listbox" aria-label="Episodes" onScroll=${(e) => setTop(e.currentTarget.scrollTop)} onKeyDown=${keys}>
       <div style=${{ height: `${list.total * ROW}px`, position: "relative" }}>
         ${rows.map(([i, row]) => html`
-          <div key=${i} class="item ${row && row[0] === chosen ? "chosen" : ""}" role="option" aria-selected=${!!row && row[0] === chosen} style=${{ top: `${i * ROW}px` }} onClick=${() => row && choose(row[0])}>
+          <div key=${row ? row[0] : `at ${i}`} class="item ${row && row[0] === chosen ? "chosen" : ""}" role="option" aria-selected=${!!row && row[0] === chosen} style=${{ top: `${i * ROW}px` }} onClick=${() => row && choose(row[0])}>
             ${row ? html`<span class="step">${whole(row[1])}</span><span class="id">${row[2]}</span>
               <span class="versions">${row[5] === row[6] ? html`<i class="chip ${versionClass(row[5])}">v${row[5]}</i>` : html`<i class="chip ${versionClass(row[5])}">v${row[5]}</i><i class="chip ${versionClass(row[6])}">v${row[6]}</i>`}</span>
               <span class="count">${whole(row[4])}</span><span class="reward">${number(row[3], 2)}</span>` : html`<span class="note">…</span>`}

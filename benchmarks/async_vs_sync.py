@@ -2,16 +2,22 @@
 
 ``python benchmarks/async_vs_sync.py --config configs/grpo_tiny.yaml [--steps 20] [--repeats 3] [key=value ...]``
 
-Runs one config synchronously (``buffer.max_staleness=0``) and asynchronously, the same number of steps, groups and
-episodes, one after the other and in turns, and compares wall times from the first admission to the last step.
-The ideal is max(G, T) / (G + T), with G and T the busy seconds of generator and trainer in the synchronous run.
-The last line is one JSON object.
+Runs one config in three ways, the same number of steps, groups and episodes, one after the other and in turns, and
+compares wall times from the first admission to the last step:
+
+* async: as the config says, trainer and generators on cores of their own;
+* sync: ``buffer.max_staleness=0`` on the same cores, so that each side's cores idle while the other works;
+* sync on all cores: ``buffer.max_staleness=0``, and each phase has every core this process may use.
+
+The ideal is max(G, T) / (G + T), with G and T the busy seconds of generator and trainer in the synchronous run on its
+own cores. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -46,22 +52,23 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args()
     bound = [] if options.max_staleness is None else [f"buffer.max_staleness={options.max_staleness}"]
+    synchronous = ["buffer.max_staleness=0", "buffer.max_open_groups=null"]
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+    every = [f"placement.trainer_cores=[{cores}]", f"placement.policy_cores=[{cores}]"]
+    arms = {"sync": synchronous, "sync_all_cores": [*synchronous, *every], "async": bound}
     common = [*options.overrides, f"steps={options.steps}"]
-    sync: list[dict[str, Any]] = []
-    overlapped: list[dict[str, Any]] = []
+    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(options.repeats):
-            here = Path(folder)
-            sync.append(
-                run(
-                    options.config,
-                    here,
-                    f"sync-{repeat}",
-                    [*common, "buffer.max_staleness=0", "buffer.max_open_groups=null"],
-                )
-            )
-            overlapped.append(run(options.config, here, f"async-{repeat}", [*common, *bound]))
-    ratios = [a["wall_s"] / s["wall_s"] for a, s in zip(overlapped, sync, strict=True)]
+            for arm, settings in arms.items():
+                runs[arm].append(run(options.config, Path(folder), f"{arm}-{repeat}", [*common, *settings]))
+    sync, overlapped = runs["sync"], runs["async"]
+
+    def ratios(baseline: str) -> list[float]:
+        return [
+            round(mine["wall_s"] / theirs["wall_s"], 3) for mine, theirs in zip(overlapped, runs[baseline], strict=True)
+        ]
+
     ideals = []
     for summary in sync:
         generate = (1 - statistics.mean(summary["idle_share"]["generators"])) * summary["wall_s"]
@@ -71,18 +78,13 @@ def main() -> None:
         "config": options.config,
         "steps": options.steps,
         "repeats": options.repeats,
-        "wall_async_over_sync": round(statistics.median(ratios), 3),
+        "wall_async_over_sync": statistics.median(ratios("sync")),
+        "wall_async_over_sync_all_cores": statistics.median(ratios("sync_all_cores")),
         "ideal": round(statistics.median(ideals), 3),
-        "wall_async_over_sync_each": [round(ratio, 3) for ratio in ratios],
-        "wall_s": {"sync": [s["wall_s"] for s in sync], "async": [s["wall_s"] for s in overlapped]},
-        "reward_last10": {
-            "sync": [s["reward"]["last10"] for s in sync],
-            "async": [s["reward"]["last10"] for s in overlapped],
-        },
-        "staleness_max": {
-            "sync": max(s["staleness"]["max_seen"] for s in sync),
-            "async": max(s["staleness"]["max_seen"] for s in overlapped),
-        },
+        "each": {"sync": ratios("sync"), "sync_all_cores": ratios("sync_all_cores")},
+        "wall_s": {arm: [s["wall_s"] for s in own] for arm, own in runs.items()},
+        "reward_last10": {arm: [s["reward"]["last10"] for s in own] for arm, own in runs.items()},
+        "staleness_max": {arm: max(s["staleness"]["max_seen"] for s in own) for arm, own in runs.items()},
     }
     print(json.dumps(result))
 

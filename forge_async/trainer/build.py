@@ -76,6 +76,8 @@ class ModelBuilder:
             )
             if dist.get_backend() == "gloo":
                 titan.use_plain_sums(model)
+        if self.config.compile:
+            titan.compile_layers(model)
         model.to_empty(device=self.device)
         with torch.no_grad():
             model.init_states(buffer_device=None)

@@ -104,6 +104,9 @@ class TrainerConfig:
     activation_checkpointing: str = "none"
     """What of the forward pass is computed again in the backward pass to save memory: ``none``; ``selective`` (all but
     attention, collectives and every second matrix product); ``full`` (each layer). No gradient changes by it."""
+    compile: bool = False
+    """Compile the layers by ``torch.compile``: the first steps take longer, by as much as the machine's compiler needs,
+    and the others less. docs/trainer.md says where it pays."""
     dtype: str = "float32"
     """Precision of forward and backward: float32 or bfloat16. Parameters and optimizer state are float32 in both."""
     attention: str = "auto"

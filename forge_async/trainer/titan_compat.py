@@ -90,6 +90,7 @@ __all__ = [
     "TreeFlexAttention",
     "VarlenAttention",
     "checkpointing",
+    "compile_layers",
     "create_varlen_metadata_for_document",
     "default_adamw",
     "distributed_utils",
@@ -124,6 +125,7 @@ class SegmentAttention(Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
 
+    @torch.compiler.disable(reason="every row has a layout of its own")
     def forward(
         self,
         q_BLNH: torch.Tensor,
@@ -154,6 +156,7 @@ class TreeFlexAttention(Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
 
+    @torch.compiler.disable(recursive=False, reason="compiled on its own")
     def forward(
         self,
         q_BLNH: torch.Tensor,
@@ -276,6 +279,15 @@ def checkpointing(kind: str) -> Any:
     """torchtitan's config of ``trainer.activation_checkpointing``; None for ``none``. Nothing is drawn at random."""
     policies = {"selective": SelectiveAC, "full": FullAC}
     return policies[kind].Config(preserve_rng_state=False) if kind in policies else None
+
+
+def compile_layers(model: Any) -> None:
+    """Compile each transformer layer but its attention, for rows of any length; what is called first compiles.
+
+    torchtitan's own wants each layer as one graph, and one for every length.
+    """
+    for layer in model.layers.values():
+        layer.compile(dynamic=True)
 
 
 def plain_name(name: str) -> str:

@@ -18,7 +18,7 @@ from tests.browser import figure, opened
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
-STEPS = 24
+STEPS = 16
 """A fast machine takes several in a second: enough that some are left when the page is asked to pause."""
 
 

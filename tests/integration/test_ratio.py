@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forge_async.checks import check_ratios, fresh_prompts, sampling_bias
 from forge_async.config import Config, load_config
@@ -23,36 +24,43 @@ from forge_async.trainer.actor import TrainerActor
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = {"tiny": ("configs/grpo_tiny.yaml", "tiny"), "smollm2": ("configs/grpo_smollm2.yaml", "smollm2")}
+MODELS = {"tiny": "configs/grpo_tiny.yaml", "smollm2": "configs/grpo_smollm2.yaml"}
 
 
-@pytest.fixture
-def model_folder(tmp_path: Path):
-    """A random tiny model of a visible spread of log-probs; SmolLM2 where it was prepared, else prepared here."""
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 where it was prepared, else prepared here."""
+    prepared = ROOT / "models" / "smollm2"
+    return prepared if is_complete(prepared) else prepare("smollm2", tmp_path_factory.mktemp("models") / "smollm2")
 
-    def folder(recipe: str) -> Path:
-        if recipe == "smollm2":
-            prepared = ROOT / "models" / recipe
-            return prepared if is_complete(prepared) else prepare(recipe, tmp_path / recipe)
-        return prepare(recipe, tmp_path / recipe, initializer_range=0.1)
 
-    return folder
+@torch.no_grad()
+def test_smollm2_answers(smollm2: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    answer = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+    assert model.config.model_type == "llama" and model.config.tie_word_embeddings
 
 
 @pytest.mark.parametrize("name", MODELS)
-async def test_ratios_of_fresh_samples_are_one_at_any_sampling_settings(name: str, model_folder) -> None:
-    file, recipe = MODELS[name]
-    model = model_folder(recipe)
-    config = load_config(ROOT / file, [f"model.path={model}", "model.prepare=", "model.warmup_config="])
+async def test_ratios_of_fresh_samples_are_one_at_any_sampling_settings(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    # The tiny one is random here, with a visible spread of log-probs.
+    tiny = name == "tiny"
+    model = prepare("tiny", tmp_path / "tiny", initializer_range=0.1) if tiny else request.getfixturevalue("smollm2")
+    config = load_config(ROOT / MODELS[name], [f"model.path={model}", "model.prepare=", "model.warmup_config="])
     prompts = fresh_prompts(config, AutoTokenizer.from_pretrained(model), load_rows(config.dataset), 512)
     async with MeshRuntime():
         policy = await PolicyActor.options(cores=[1], num_replicas=1).as_service(config.policy, str(model))
         trainer = await TrainerActor.options(cores=[0]).spawn(config.trainer, str(model))
         await asyncio.gather(policy.fan_out("setup"), trainer.call("setup"))
-        for temperature in (0.7, 1.0):
-            report = await check_ratios(at(config, temperature), policy, trainer, prompts)
-            assert report["tokens"] >= len(prompts)
-            assert report["max_error"] < 1e-4
+        report = await check_ratios(at(config, 0.7), policy, trainer, prompts)
+        assert report["tokens"] >= len(prompts) and report["max_error"] < 1e-4
 
         restricted = at(config, 0.6, top_k=20, top_p=0.9)
         assert sampling_bias(restricted) is None
@@ -83,12 +91,13 @@ async def test_ratios_of_fresh_samples_are_one_at_any_sampling_settings(name: st
         print(f"{name}: max |ratio - 1| with masks {report['max_error']:.1e}, without {bias:.3f} nats per token")
         assert -0.5 < bias < -0.01
 
-        off = at(config, 0.6, top_k=20, top_p=0.9, sampling_mask=False)
-        assert "top_p=0.9, top_k=20" in (sampling_bias(off) or "")
-        assert (await check_ratios(off, policy, trainer, prompts))["max_error"] < 1e-4, "of unrestricted samples"
         if name == "smollm2":
             with pytest.raises(Exception, match=r"sampling\.top_k.*above 0 \(with top_p 0\.9 and a vocabulary"):
                 await check_ratios(at(config, 0.6, top_p=0.9), policy, trainer, prompts)
+            return  # what follows is of the check, whatever the model
+        off = at(config, 0.6, top_k=20, top_p=0.9, sampling_mask=False)
+        assert "top_p=0.9, top_k=20" in (sampling_bias(off) or "")
+        assert (await check_ratios(off, policy, trainer, prompts))["max_error"] < 1e-4, "of unrestricted samples"
 
         class Shifted:
             """A policy whose log-probs are those of another temperature: the fault the check exists for."""

@@ -317,6 +317,22 @@ def test_activation_checkpointing_changes_no_gradient_and_no_name(tiny_llama: Pa
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+def test_compiled_layers_compute_the_same_gradient_under_the_same_names(tiny_llama: Path, tmp_path: Path) -> None:
+    plain = TrainerEngine(CONFIG, tiny_llama)
+    compiled = TrainerEngine(dataclasses.replace(CONFIG, compile=True), tiny_llama)
+    for sequences in (forked(), groups()):  # rows of other lengths too
+        expected, found = plain.gradient(sequences), compiled.gradient(sequences)
+        assert expected.keys() == found.keys()
+        for name, wanted in expected.items():
+            torch.testing.assert_close(found[name], wanted, atol=1e-6, rtol=1e-4)
+    compiled.step(groups())
+    assert [s.name for s in compiled.hf_shards()] == [s.name for s in plain.hf_shards()]
+    compiled.save_checkpoint(tmp_path / "ck", {})
+    plain.load_checkpoint(tmp_path / "ck")
+    for a, b in zip(plain.logprobs(groups()), compiled.logprobs(groups()), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 def test_flex_attention_sees_the_same_tree(tiny_llama: Path) -> None:
     """Its forward pass alone: it has no other on a CPU. The device is left open, as a run would on a GPU."""
     expected = TrainerEngine(CONFIG, tiny_llama).logprobs(forked())

@@ -123,6 +123,8 @@ def train_with_trl(config: Config, steps: int, micro_batch: int, seed: int) -> R
     sampling, optimizer, loss = config.policy.sampling, config.trainer.optimizer, config.trainer.loss.resolved()
     if (loss.surrogate, loss.aggregation, loss.scale) != ("token_clip", "token_mean", "group_std"):
         raise SystemExit("this comparison is written for trainer.loss.algorithm: grpo")
+    if sampling.restricting or sampling.stop_token_ids or config.rollout.truncated != "keep":
+        raise SystemExit("this comparison is written for unrestricted sampling, and truncated completions kept")
     completions = config.buffer.groups_per_step * config.rollout.group_size
     if completions % micro_batch:
         raise SystemExit(f"--micro-batch {micro_batch} does not divide the {completions} completions of a step")
@@ -171,12 +173,14 @@ def train_with_trl(config: Config, steps: int, micro_batch: int, seed: int) -> R
 def measured(name: str, options: argparse.Namespace, folder: Path, seed: int) -> Run:
     """A run of ``name``, or its record in ``folder``."""
     record = folder / f"{name}-{seed}.json"
+    what = [options.config, options.steps, options.warm_up, options.micro_batch, *options.overrides]
     if not record.exists():
         run = (ours if name == "forge_async" else theirs)(options, folder, seed)
-        record.write_text(json.dumps(asdict(run)), encoding="utf-8")
-    run = Run(**json.loads(record.read_text(encoding="utf-8")))
-    if len(run.rewards) != options.steps + options.warm_up:
-        raise SystemExit(f"{record} has {len(run.rewards)} steps: give another --folder")
+        record.write_text(json.dumps({"of": what, "run": asdict(run)}), encoding="utf-8")
+    recorded = json.loads(record.read_text(encoding="utf-8"))
+    if recorded["of"] != what:
+        raise SystemExit(f"{record} is of {recorded['of']}: give another --folder")
+    run = Run(**recorded["run"])
     settled, last = median(run.settled(options.warm_up)), mean(run.rewards[-3:])
     print(f"{name}, seed {seed}: {settled:.2f} s a step, reward {run.rewards[0]:.3f} to {last:.3f}", flush=True)
     return run

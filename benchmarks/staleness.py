@@ -78,11 +78,11 @@ def measure(options: argparse.Namespace, folder: Path, arm: str, rate: str, seed
     """One whole run, or its record in ``folder``."""
     name = f"{arm}-{rate}-{seed}"
     record = folder / f"{name}.json"
+    settings = [f"steps={options.steps}", f"seed={seed}", f"trainer.optimizer.lr={rate}"]
+    what = ["--config", options.config, AT_ONCE, *options.overrides, *ARMS[arm], *settings]
     if not record.exists():
-        settings = [f"steps={options.steps}", f"seed={seed}", f"trainer.optimizer.lr={rate}", f"name={name}"]
-        settings += [f"output_dir={folder / 'runs'}", "checkpoint.export_hf=false", "metrics.plot=false"]
-        command = [sys.executable, str(ROOT / "apps" / "grpo_main.py"), "--config", options.config]
-        command += [AT_ONCE, *options.overrides, *ARMS[arm], *settings]
+        quiet = [f"name={name}", f"output_dir={folder / 'runs'}", "checkpoint.export_hf=false", "metrics.plot=false"]
+        command = [sys.executable, str(ROOT / "apps" / "grpo_main.py"), *what, *quiet]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             print(done.stdout)
@@ -101,10 +101,11 @@ def measure(options: argparse.Namespace, folder: Path, arm: str, rate: str, seed
             [row["train/effective_sample_size"] for row in rows],
             summary["wall_s"],
         )
-        record.write_text(json.dumps(asdict(made)), encoding="utf-8")
-    run = Run(**json.loads(record.read_text(encoding="utf-8")))
-    if len(run.rewards) != options.steps:
-        raise SystemExit(f"{record} has {len(run.rewards)} steps, not {options.steps}: give another --folder")
+        record.write_text(json.dumps({"of": what, "run": asdict(made)}), encoding="utf-8")
+    recorded = json.loads(record.read_text(encoding="utf-8"))
+    if recorded["of"] != what:
+        raise SystemExit(f"{record} is of {' '.join(recorded['of'])}: give another --folder")
+    run = Run(**recorded["run"])
     print(f"{name}: reward {run.last10:.3f}, area {run.area:.3f}, {run.wall_s:.0f} s", flush=True)
     return run
 

@@ -70,6 +70,9 @@ class Journal:
     def admitted(self, prompt_id: str, kept: Sequence[Episode] = ()) -> None:
         self._note({"k": "admit", "prompt": prompt_id, "kept": [episode.episode_id for episode in kept]})
 
+    def asked(self, request_id: str) -> None:
+        """A request is about to wait for its seat. Raises what its episode is to fail by."""
+
     def completed(self, request_id: str, completion: Completion) -> None:
         if self._file is not None:
             self._note(completion_line(request_id, completion))

@@ -101,7 +101,8 @@ class AsyncLoop:
         self._stopping = False
         self._failed: asyncio.Future[ForgeError] = asyncio.get_running_loop().create_future()
         self._requests: Counter[str] = Counter()
-        """Sent so far, by episode."""
+        """Sent so far, by episode of an open prompt."""
+        buffer.on_drop = self._dropped
         # Requests beyond what the engines decode at once wait here, where the next free replica can still be chosen.
         self.seats = asyncio.Semaphore(config.policy.num_replicas * config.policy.max_num_seqs)
 
@@ -213,6 +214,15 @@ class AsyncLoop:
         )
         self.buffer.finish(group)
 
+    def _dropped(self, prompt_id: str, reason: str) -> None:
+        self._forget(prompt_id)
+        self.record("dropped", prompt=prompt_id, reason=reason)
+
+    def _forget(self, prompt_id: str) -> None:
+        """Of a prompt that is no longer open."""
+        for index in range(self.config.rollout.group_size):
+            self._requests.pop(f"{prompt_id}.{index}", None)
+
     def _episode_failed(self, episode_id: str, reason: str, message: str) -> None:
         self.tally.failed_episodes[reason] += 1
         self.journal.failed(episode_id, reason, message)
@@ -230,6 +240,7 @@ class AsyncLoop:
             while True:
                 request_id = f"{episode_id}~{self._requests[episode_id]}"
                 self._requests[episode_id] += 1
+                self.journal.asked(request_id)
                 seed = request_seed(self.config.seed, request_id)
                 try:
                     async with self.seats:
@@ -254,7 +265,9 @@ class AsyncLoop:
     async def _train(self, index: int, batch: list[Group], wait_s: float, last: float) -> Step:
         sequences = batch_sequences(self.config, batch)
         # All episodes may be masked: then there is no sequence, and the trainer skips the step.
-        staleness = ages(self.version, [s.policy_versions[s.loss_mask] for s in sequences])
+        # A token without a finite log-prob is not trained either.
+        versions = [s.policy_versions[s.loss_mask & np.isfinite(s.logprobs)] for s in sequences]
+        staleness = ages(self.version, versions)
         kv_staleness = ages(self.version, kv_versions(batch, self.config.rollout.truncated))
         if staleness.max > self.config.buffer.token_bound:
             raise RunFailed(
@@ -268,6 +281,8 @@ class AsyncLoop:
         self.journal.trained(index, stats)
         publish_s = 0.0
         self.buffer.trained(batch, stats.version)
+        for group in batch:
+            self._forget(group.prompt.prompt_id)
         self.version = stats.version
         if stats.skipped:
             self.record("step_skipped", step=index, reason="no token had a loss")
@@ -281,7 +296,7 @@ class AsyncLoop:
             self._followers.add(follower)
             follower.add_done_callback(self._followers.discard)
             self.tally.trained_tokens += int(stats.trained_tokens)
-            self.tally.tokens_without_version += sum(int((s.policy_versions[s.loss_mask] < 0).sum()) for s in sequences)
+            self.tally.tokens_without_version += sum(int((own < 0).sum()) for own in versions)
             self.tally.max_staleness = max(self.tally.max_staleness, staleness.max)
             self.tally.max_kv_staleness = max(self.tally.max_kv_staleness, kv_staleness.max)
             self.tally.staleness_histogram.update(dict(enumerate(staleness.histogram)))
@@ -349,7 +364,10 @@ class AsyncLoop:
         for index, report in enumerate(reports):
             if isinstance(report, TimeoutError):
                 self.record("replica_hung", replica=index, cause=str(report))
-                await self.policy.replace(index)
+                try:
+                    await self.policy.replace(index)
+                except ForgeError as error:  # the others go on; the next call says so if there are none
+                    self.record("replica_lost", replica=index, cause=str(error))
             elif report is None or isinstance(report, ReplicaDied):
                 continue  # its successor starts from the newest version, and held if the others are
             elif isinstance(report, BaseException):

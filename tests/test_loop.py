@@ -120,7 +120,10 @@ async def test_a_step_whose_completions_are_all_masked_is_skipped(loop):
     ledger = masked.buffer.ledger
     assert ledger.balanced
     assert ledger.dropped["skipped_step"] == 4
-    assert [kind for kind, _ in masked.events.all] == ["step_skipped"] * 2
+    assert [kind for kind, _ in masked.events.all] == [*["dropped"] * 2, "step_skipped"] * 2
+    assert masked.events.all[0][1] == {"prompt": "0-0", "reason": "skipped_step"}
+    closed = {fields["prompt"] for kind, fields in masked.events.all if kind == "dropped"}
+    assert closed.isdisjoint(episode.partition(".")[0] for episode in masked._requests), "no longer counted"
 
 
 async def test_completions_under_way_are_trained_at_the_temperature_they_were_sampled_at(loop):

@@ -23,6 +23,15 @@ OPTIMIZER_BYTES = 16
 """Per parameter in the trainer: float32 weight, gradient and two moments."""
 
 
+def check_at_rest(config: Config, tokenizer: Any, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """All of them: cheap, so that every start of a run looks at them too."""
+    yield check_template(tokenizer, prompts)
+    yield check_completion_limit(config, tokenizer, prompts)
+    yield check_mask(config)
+    yield check_staleness(config)
+    yield check_memory(config)
+
+
 def check_template(tokenizer: Any, prompts: Sequence[Prompt]) -> Finding:
     """That prompts begin with at most one BOS, and that a later turn's prompt continues the earlier tokens."""
     check = "chat template: one BOS, and turns continue each other"

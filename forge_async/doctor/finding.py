@@ -16,3 +16,6 @@ class Finding:
     """What was measured, and the limit where there is one."""
     remedy: str = ""
     """What to do, where it did not pass."""
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.figure.removesuffix('.')}. {self.remedy}".strip()

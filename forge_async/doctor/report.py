@@ -13,13 +13,7 @@ from rich.text import Text
 
 from forge_async.checks import fresh_prompts
 from forge_async.config import Config
-from forge_async.doctor.at_rest import (
-    check_completion_limit,
-    check_mask,
-    check_memory,
-    check_staleness,
-    check_template,
-)
+from forge_async.doctor.at_rest import check_at_rest
 from forge_async.doctor.finding import Finding
 from forge_async.doctor.running import check_running
 from forge_async.errors import ForgeError, RunFailed
@@ -46,11 +40,12 @@ async def examine(config: Config) -> AsyncIterator[Finding]:
     await environment.close()
     many = replace(config, checks=replace(config.checks, ratio_samples=SAMPLES))
     prompts = fresh_prompts(many, tokenizer, rows, room)
-    yield check_template(tokenizer, prompts)
-    yield check_completion_limit(config, tokenizer, prompts)
-    yield check_mask(config)
-    yield check_staleness(config)
-    yield check_memory(config)
+    if not prompts:
+        figure = f"none of the first ones fits: each has more tokens than the {room} beside policy.sampling.max_tokens"
+        yield Finding("prompts", False, figure, "Raise policy.max_model_len or dataset.max_prompt_tokens.")
+        return
+    for finding in check_at_rest(config, tokenizer, prompts):
+        yield finding
     yield await check_gradient(config)
     with tempfile.TemporaryDirectory(prefix="forge-async-doctor-") as folder:
         quiet = replace(

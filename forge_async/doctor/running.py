@@ -151,7 +151,7 @@ async def check_update(
         yield Finding(check, False, str(failed[0]) if failed else "digests differ", "Training on would be biased.")
         return
     after = await published_digests(store)
-    unchanged = sorted(name for name in after if after[name] == before[name])
+    unchanged = without_idle_experts(sorted(name for name in after if after[name] == before[name]), set(after))
     if config.policy.dtype != "float32":  # a step is less than the last bit of most vectors
         unchanged = [name for name in unchanged if "norm" not in name and "bias" not in name]
     figure = f"version {version}, {published['bytes'] / 1e6:.1f} MB, {len(after)} tensors, all changed by the step"
@@ -160,6 +160,16 @@ async def check_update(
         figure = f"{len(unchanged)} of {len(after)} tensors did not change, first {unchanged[0]}"
     yield Finding(check, not unchanged, figure, remedy if unchanged else "")
     yield await check_sampling("ratios after the update, same prompts", config, policy, trainer, prompts)
+
+
+def without_idle_experts(unchanged: list[str], names: set[str]) -> list[str]:
+    """Without the experts that no token was sent to; but where a layer's are all unchanged, they are left in."""
+
+    def layer(name: str) -> str:
+        return name.partition(".experts.")[0]
+
+    live = {layer(name) for name in names.difference(unchanged) if ".experts." in name}
+    return [name for name in unchanged if ".experts." not in name or layer(name) not in live]
 
 
 async def published_digests(store: WeightStore) -> dict[str, str]:

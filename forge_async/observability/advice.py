@@ -38,7 +38,15 @@ class Measured:
     """Part of ``trainer_busy_s`` that does not grow with the batch: clip, optimizer, handing weights over."""
     groups_per_step: int
     max_staleness: int
+    max_open_groups: int | None = None
+    """Of the buffer; None: as many as the bound allows."""
     resources: Resources | None = None
+
+    @property
+    def batches_under_way(self) -> float:
+        """At most, from admission to update."""
+        allowed = self.max_staleness + 1
+        return allowed if self.max_open_groups is None else min(allowed, self.max_open_groups / self.groups_per_step)
 
 
 @dataclass(frozen=True)
@@ -56,12 +64,14 @@ class Advice:
     unit: str = "cores"
     groups_per_step: int | None = None
     max_staleness: int | None = None
+    max_open_groups: int | None = None
     step_s: float | None = None
     """Expected of the run's batch with what is advised."""
 
     @property
     def nothing(self) -> bool:
-        return self.trainer is None and self.groups_per_step is None and self.max_staleness is None
+        settings = self.trainer, self.groups_per_step, self.max_staleness, self.max_open_groups
+        return all(setting is None for setting in settings)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -79,6 +89,8 @@ class Advice:
             changes.append(f"{self.trainer} {self.unit} for the trainer and {self.generators} for the generators")
         if self.max_staleness is not None:
             changes.append(f"buffer.max_staleness={self.max_staleness}")
+        if self.max_open_groups is not None:
+            changes.append(f"buffer.max_open_groups={self.max_open_groups}")
         if self.groups_per_step is not None:
             changes.append(f"buffer.groups_per_step={self.groups_per_step}")
         if not changes:
@@ -90,10 +102,10 @@ def advise(run: Measured) -> Advice | None:
     """Advice for the next run; None where too little was measured.
 
     A side's work is its busy time times what it runs on, and is taken to spread evenly. The split is the one whose
-    slower side is fastest. Where both still wait, they do so in turns: with a bound of s, s + 1 batches are under way,
-    so that one takes s + 1 steps from admission to update, and as many must be under way as fit into that at the
-    balanced pace. Where there is nothing to split and the trainer is slower, a larger batch spreads its
-    fixed part over more groups.
+    slower side is fastest. Where both still wait, they do so in turns: with a bound of s, s + 1 batches are under way
+    (fewer where fewer groups may be open), so that one takes as many steps from admission to update, and as many must
+    be under way as fit into that at the balanced pace. Sides that share what they run on gain nothing by either. Where
+    there is nothing to split and the trainer is slower, a larger batch spreads its fixed part over more groups.
     """
     if not (run.step_s > 0 and run.trainer_busy_s > 0 and run.generators_busy_s > 0):
         return None
@@ -114,9 +126,12 @@ def advise(run: Measured) -> Advice | None:
         if share != on.trainer and slower(share) * WORTH < pace:
             split, pace = (share, whole - share), slower(share)
     staleness: int | None = None
-    if all(waits) and run.step_s > WORTH * pace:
-        under_way = math.ceil((run.max_staleness + 1) * run.step_s / pace - 1e-6)
+    open_groups: int | None = None
+    if all(waits) and run.step_s > WORTH * pace and not (on is not None and on.shared):
+        under_way = math.ceil(run.batches_under_way * run.step_s / pace - 1e-6)
         staleness = under_way - 1 if under_way - 1 > run.max_staleness else None
+        if run.max_open_groups is not None and under_way * run.groups_per_step > run.max_open_groups:
+            open_groups = under_way * run.groups_per_step
     groups: int | None = None
     growing = trainer - run.fixed_s
     if split is None and growing < generators < trainer and waits[1]:
@@ -125,7 +140,7 @@ def advise(run: Measured) -> Advice | None:
         pace = max(generators, growing + run.fixed_s * run.groups_per_step / groups)
         if pace * WORTH > trainer:
             groups, pace = None, trainer
-    expected = pace if split or groups or staleness is not None else None
+    expected = pace if split or groups or open_groups or staleness is not None else None
     return Advice(
         waited=waited,
         idle_trainer=idle_trainer,
@@ -135,5 +150,6 @@ def advise(run: Measured) -> Advice | None:
         unit=on.unit if on is not None else "cores",
         groups_per_step=groups,
         max_staleness=staleness,
+        max_open_groups=open_groups,
         step_s=expected,
     )

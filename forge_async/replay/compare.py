@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from forge_async.config import Config
+from forge_async.errors import DataError
 from forge_async.journal import Journal, Line, batch_line, completion_line, marks, plain_stats, token_ids
 from forge_async.policy.turns import Diverged
 from forge_async.replay.buffer import RecordedBuffer
@@ -59,6 +60,11 @@ class Replay(Journal):
                 f"here the run would have {threads} threads per process on {device}, recorded were "
                 f"{recorded['threads']} on {recorded['device']}: give it as many cores (taskset, or placement.*_cores)."
             )
+
+    def asked(self, request_id: str) -> None:
+        episode = request_id.rpartition("~")[0]
+        if episode in self._failed and request_id not in self.recorded.requests:
+            raise DataError(f"request {request_id}: its episode ended before it was sent when recorded")
 
     def completed(self, request_id: str, completion: Completion) -> None:
         line = self._done.get(request_id)

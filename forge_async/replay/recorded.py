@@ -51,8 +51,8 @@ class Recorded:
     steps: int
     """How many are to be repeated."""
     lines: list[Line]
-    sessions: dict[str, int]
-    """Prompt (or ratio check) -> replica that got its requests."""
+    requests: dict[str, int]
+    """Request that was sent -> replica that got it."""
     warnings: list[str]
 
     @classmethod
@@ -102,7 +102,12 @@ class Recorded:
                 ) from error
         if config.resume:
             raise NotReplayable(f"{run} was resumed from a checkpoint: requests that were open then are not recorded.")
-        return cls(folder, config, wanted, lines, _sessions(folder, config), list(_warnings(head)))
+        return cls(folder, config, wanted, lines, _requests(folder, config), list(_warnings(head)))
+
+    @property
+    def sessions(self) -> dict[str, int]:
+        """Prompt (or ratio check) -> replica that got its requests."""
+        return {session_of(request): replica for request, replica in self.requests.items()}
 
     def replay_config(self) -> Config:
         """The run's config, with a folder inside the run's own, and without time limits."""
@@ -147,18 +152,18 @@ def _lines(path: Path) -> Iterator[Line]:
         yield content
 
 
-def _sessions(folder: Path, config: Config) -> dict[str, int]:
-    sessions: dict[str, int] = {}
+def _requests(folder: Path, config: Config) -> dict[str, int]:
+    requests: dict[str, int] = {}
     for replica in range(config.policy.num_replicas):
         path = folder / turns_file(replica)
         if not path.is_file():
             raise NotReplayable(f"{path} is missing: the turns of replica {replica} were not recorded.")
         try:
             for _, _, entries in read_turns(path):
-                sessions.update((session_of(item[1]), replica) for item in entries if item[0] == "submit")
+                requests.update((item[1], replica) for item in entries if item[0] == "submit")
         except Diverged as error:
             raise NotReplayable(str(error)) from error
-    return sessions
+    return requests
 
 
 def session_of(request_id: str) -> str:

@@ -82,6 +82,8 @@ class DatasetConfig:
         require(self.kind != "reasoning_gym" or self.size >= 1, "size", self.size, "at least 1 for a procedural task")
         require(self.epochs >= 0, "epochs", self.epochs, "0 (endless) or more")
         require(self.max_prompt_tokens >= 1, "max_prompt_tokens", self.max_prompt_tokens, "at least 1")
+        own = self.kind != "environment" or not self.task_column
+        require(own, "task_column", self.task_column, '"" when kind is environment, whose rows name their tasks')
         require(self.overlong_prompts in OVERLONG, "overlong_prompts", self.overlong_prompts, "drop or error")
 
 

@@ -265,7 +265,8 @@ def _reasoning_gym_rows(config: DatasetConfig) -> list[Row]:
         entry = dataset[index]
         columns = {**entry["metadata"], "question": entry["question"], "answer": entry["answer"]}
         row = _row(columns, config, f"{config.name} row {index}")
-        rows.append(Row(row.content, row.answer, {"task": config.name, "entry": entry}))
+        task = row.metadata["task"] if config.task_column else config.name
+        rows.append(Row(row.content, row.answer, {"task": task, "entry": entry}))
     return rows
 
 

@@ -61,7 +61,8 @@ class Engines:
         threads = {"trainer": len(placement.trainer) / config.trainer.procs, "policy": len(placement.policy[0]) / ranks}
         policy_cores = {core for cores in placement.policy for core in cores}
         if gpus:
-            self.resources = Resources(config.trainer.procs, config.policy.num_replicas * ranks, "GPUs")
+            wanted = config.trainer.procs, config.policy.num_replicas * ranks
+            self.resources = Resources(*wanted, "GPUs", shared=len(visible_gpus()) < sum(wanted))
         else:
             shared = bool(policy_cores & set(placement.trainer))
             self.resources = Resources(len(placement.trainer), len(policy_cores), shared=shared)

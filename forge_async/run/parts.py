@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_async.buffer import Ledger, RolloutBuffer
-from forge_async.checks import check_ratios, fresh_prompts, sampling_bias
+from forge_async.checks import check_ratios, fresh_prompts
 from forge_async.config import Config, differences, to_yaml
 from forge_async.dashboard.monitor import Handle as PageHandle
 from forge_async.dashboard.monitor import Monitor
@@ -116,6 +116,11 @@ class Parts:
         else:
             self.buffer = self.replay.buffer(config)
         self._samples = fresh_prompts(config, self.tokenizer, self.source.rows, room)
+        from forge_async.doctor.at_rest import check_at_rest  # whose package imports this one
+
+        for finding in check_at_rest(config, self.tokenizer, self._samples):
+            if not finding.passed:
+                self.recording.console.warn(str(finding))
 
     async def bring_up(self) -> None:
         """Start the processes, put their weights in sync, and verify log-probs.
@@ -150,8 +155,6 @@ class Parts:
         # Told at once, also while nothing waits for them: a batch may take minutes to come.
         engines.trainer.on_death(lambda: self._lost("the trainer failed", engines.trainer.death_cause))
         engines.store.on_death(lambda cause: self._lost("the weight store died", cause))
-        if (bias := sampling_bias(config)) is not None:
-            console.warn(bias)
         if self._samples:
             console.phase("checking that trainer and policy agree on log-probs")
             report = await check_ratios(config, engines.policy, engines.trainer, self._samples)
@@ -178,8 +181,8 @@ class Parts:
 
     @property
     def left(self) -> int:
-        """Steps yet to be taken."""
-        return 0 if self.loop.ended_early else self.config.steps - self.first_version - self.loop.steps_done
+        """Steps yet to be taken; a skipped one is none of them."""
+        return 0 if self.loop.ended_early else self.config.steps - self.loop.version
 
     async def take(self) -> Step | None:
         """One step, and what is due after it; None at the end."""

@@ -235,6 +235,7 @@ class Recording:
                 fixed_s=fixed / self.steps,
                 groups_per_step=self.config.buffer.groups_per_step,
                 max_staleness=self.config.buffer.max_staleness,
+                max_open_groups=self.config.buffer.max_open_groups,
                 resources=resources,
             )
         )

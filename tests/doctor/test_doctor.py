@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import AsyncIterator
@@ -28,11 +29,11 @@ from forge_async.doctor.at_rest import (
 from forge_async.doctor.running import (
     check_groups,
     check_rewards,
-    check_running,
     check_sampling,
     check_update,
     long_prompt,
     sample_groups,
+    without_idle_experts,
 )
 from forge_async.policy.actor import PolicyActor
 from forge_async.rollout.config import RewardConfig
@@ -102,6 +103,13 @@ def prompts(config: Config) -> list[Prompt]:
     return fresh_prompts(many, tokenizer, load_rows(config.dataset), 200)
 
 
+@contextlib.asynccontextmanager
+async def started(run: Any, config: Config) -> AsyncIterator[Any]:
+    """In the place of ``launch``: a run that is up already."""
+    assert config.checks.ratio_samples == 0 and not config.resume
+    yield run
+
+
 @pytest.mark.engine
 async def test_faults_in_running_meshes_are_found(
     config: Config, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -111,11 +119,17 @@ async def test_faults_in_running_meshes_are_found(
     async with launch(config) as live:
         policy, trainer = live.engines.policy, live.engines.trainer
         asked = [*prompts, long_prompt(config, prompts)]
-        found = [finding async for finding in check_running(live, prompts)]
+        monkeypatch.setattr(report, "launch", lambda quiet: started(live, quiet))
+        found = [finding async for finding in report.examine(config)]
         failed = [finding for finding in found if not finding.passed]
         # A random model does not end by itself: that is the one thing to find.
         assert [finding.check for finding in failed] == ["completions that end"], failed
-        assert len(found) == 6
+        assert [finding.check.partition(":")[0] for finding in found] == [
+            *("chat template", "completion limit", "sampling mask", "staleness bound", "memory", "gradient"),
+            *("reward functions", "ratios of fresh samples", "completions that end", "groups and advantages"),
+            *("attestation of one published version", "ratios after the update, same prompts"),
+        ]
+        assert "no trained token is older than 2 steps; at most 40 prompts are open" in found[3].figure
 
         class Hot:
             """Wrong temperature: tokens are sampled by another one than the config's."""
@@ -180,6 +194,9 @@ def test_faults_in_settings_and_data_are_found(config: Config, prompts: list[Pro
         finding = check_mask(dataclasses.replace(config, policy=policy))
         assert finding.passed == (sampling is not unmasked)
     assert "top_p=0.9" in finding.figure and "biased" in finding.figure
+    experts = {f"layers.{layer}.mlp.experts.{expert}.w" for layer in (0, 1) for expert in (0, 1)}
+    idle = ["layers.0.mlp.experts.1.w", "layers.1.mlp.experts.0.w", "layers.1.mlp.experts.1.w", "norm"]
+    assert without_idle_experts(idle, experts | {"norm"}) == idle[1:], "a layer whose experts all stay is suspicious"
     greedy = dataclasses.replace(config.policy, kv_cache_gib=1e6)
     assert not check_memory(dataclasses.replace(config, policy=greedy)).passed
 

@@ -45,8 +45,21 @@ def test_sides_that_wait_in_turns_need_more_batches_under_way() -> None:
     assert "trainer and generators waited for each other (60% and 40% of the time); buffer.max_staleness=1" in str(
         advice
     )
+    advice = advise(run(10.0, 4.0, 6.0, max_staleness=0, resources=Resources(2, 2, shared=True)))
+    assert advice is not None and advice.waited == "both" and advice.nothing, "on one and the same there is no overlap"
     advice = advise(run(9.0, 3.0, 4.0, max_staleness=1))  # two batches take 18 s: at 4 s a step, that is 5 batches
     assert advice is not None and advice.max_staleness == 4
+
+
+def test_what_may_be_open_bounds_the_batches_under_way() -> None:
+    """One batch and a half is open, of the three that the staleness allows: 9 s at 4.5 s a step are 3 batches."""
+    advice = advise(run(9.0, 3.0, 4.5, max_staleness=2, max_open_groups=12))
+    assert advice is not None
+    assert (advice.max_staleness, advice.max_open_groups, advice.step_s) == (None, 24, 4.5)
+    assert "; buffer.max_open_groups=24 would make it about 4.5 s" in str(advice)
+    advice = advise(run(9.0, 3.0, 2.25, max_staleness=0, max_open_groups=8))
+    assert advice is not None
+    assert (advice.max_staleness, advice.max_open_groups) == (2, 24)
 
 
 def test_a_trainer_with_a_large_fixed_part_gets_larger_batches() -> None:

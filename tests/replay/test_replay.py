@@ -15,6 +15,7 @@ import pytest
 
 from forge_async.buffer import BufferConfig, RolloutBuffer
 from forge_async.config import Config, to_yaml
+from forge_async.errors import DataError
 from forge_async.journal import Journal, completion_line, request_seed, runs, token_ids, turns_file
 from forge_async.policy.turns import Diverged
 from forge_async.replay import NotReplayable, Recorded, Replay
@@ -123,6 +124,16 @@ def test_what_depends_on_more_than_the_schedule_is_refused(tmp_path: Path) -> No
     (tmp_path / "lost/schedule" / turns_file(0)).unlink()
     with pytest.raises(NotReplayable, match="replica-0.jsonl is missing"):
         Recorded.read(tmp_path / "lost")
+
+
+def test_an_episode_that_ended_before_it_was_sent_ends_so_again(tmp_path: Path) -> None:
+    """It waited for a place in the engines for too long. Its siblings were sent; another prompt's never was."""
+    write(tmp_path).close()
+    replay = Replay(Recorded.read(tmp_path), tell=lambda line: None)
+    replay.asked("0-0.0~0")
+    replay.asked("0-7.0~0")  # of a prompt that was open when the run ended: it may wait
+    with pytest.raises(DataError, match="0-1.0~0: its episode ended before it was sent"):
+        replay.asked("0-1.0~0")
 
 
 @pytest.mark.parametrize(

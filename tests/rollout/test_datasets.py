@@ -283,3 +283,14 @@ def test_overlong_prompts_are_dropped_or_end_the_run(tmp_path, tokenizer):
         next(PromptSource(DatasetConfig(overlong_prompts="error", **config), tokenizer))
     roomy = PromptSource(DatasetConfig(**{**config, "max_prompt_tokens": 500}), tokenizer, max_prompt_tokens=60)
     assert [prompt.answer for prompt in roomy.preview(2)] == [2]
+
+
+def test_a_procedural_tasks_rows_may_say_what_they_belong_to() -> None:
+    config = DatasetConfig(size=4, params={"min_terms": 2, "max_terms": 3}, task_column="num_terms")
+    rows = load_rows(config)
+    assert [row.metadata["task"] for row in rows] == [
+        str(row.metadata["entry"]["metadata"]["num_terms"]) for row in rows
+    ]
+    assert {row.metadata["task"] for row in load_rows(DatasetConfig(size=2))} == {"chain_sum"}
+    with pytest.raises(ConfigError, match="task_column = 'x': must be \"\" when kind is environment"):
+        DatasetConfig(kind="environment", task_column="x")

@@ -46,7 +46,8 @@ def test_a_run_keeps_its_invariants_is_replayed_and_resumes(app) -> None:
     assert "\nbalance    " in output
     assert sum(summary["staleness"]["histogram"]) == summary["tokens"]["trained"]
     assert summary["staleness"]["kv_max_seen"] >= summary["staleness"]["max_seen"]
-    assert summary["steps"] == summary["swaps"] == summary["swaps_in_flight"] == 4
+    assert summary["steps"] == 4
+    assert 1 <= summary["swaps_in_flight"] <= summary["swaps"] <= 4, "of several that wait, only the newest is taken"
     assert summary["aborted_by_swap"] == summary["digest_mismatches"] == summary["tokens"]["without_version"] == 0
     assert summary["tokens"]["trained"] > 0
     assert summary["staleness"]["max_seen"] <= summary["staleness"]["bound"] == 2
@@ -59,7 +60,7 @@ def test_a_run_keeps_its_invariants_is_replayed_and_resumes(app) -> None:
     swapped = {event["version"]: event["digest"] for event in app.events() if event["kind"] == "swapped"}
     assert set(published) == {0, 1, 2, 3, 4}
     assert len(set(published.values())) == 5, "every step changes the weights"
-    assert {version: published[version] for version in swapped} == swapped
+    assert {version: published[version] for version in swapped} == swapped and 4 in swapped
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
     assert (run / "reward.png").stat().st_size > 10_000
     assert (run / "model" / "config.json").exists()

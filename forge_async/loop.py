@@ -303,7 +303,8 @@ class AsyncLoop:
             publish_s=publish_s,
             wall_s=time.monotonic() - last,
         )
-        self.tally.rewards.append(step.reward)
+        if not stats.skipped:
+            self.tally.rewards.append(step.reward)
         return step
 
     async def _announce(self, version: int) -> None:

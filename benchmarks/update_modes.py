@@ -62,6 +62,8 @@ class Publisher:
         self.engine, self.weights, self.every, self.train, self.holds = engine, weights, every, train, holds
         self.published = self._first = engine.version
         """The trainer's version."""
+        self.swap_ms: list[float] = []
+        """How long each swap took."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -75,7 +77,8 @@ class Publisher:
                 self.engine.hold(self.published).result()
                 time.sleep(self.train)
             self.published += 1
-            self.engine.swap(self.published, self.weights[self.published % len(self.weights)]).result()
+            report = self.engine.swap(self.published, self.weights[self.published % len(self.weights)]).result()
+            self.swap_ms.append(report.pause_ms)
 
     def __enter__(self) -> Publisher:
         if self.every:
@@ -141,7 +144,7 @@ def measure(engine: PolicyEngine, work: Work, publisher: Publisher) -> dict[str,
         "staleness_max": max(flat),
         "idle_share": grown["idle_s"] / (grown["idle_s"] + grown["busy_s"]),
         "mixed_completions": sum(mixed),
-        "swap_ms": statistics.median(after["swap_ms"][len(before["swap_ms"]) :] or [0.0]),
+        "swap_ms": statistics.median(publisher.swap_ms or [0.0]),
     }
 
 

@@ -16,8 +16,8 @@ import typer
 from typer.core import TyperGroup
 
 from forge_async.config import Config, SFTConfig, load_config, to_yaml
-from forge_async.errors import ForgeError, prefix_errors, require
-from forge_async.rollout.reward_names import check_reward_names
+from forge_async.errors import ForgeError, require
+from forge_async.rollout.names import check_names
 
 T = TypeVar("T")
 
@@ -61,8 +61,7 @@ def with_config(
         print(to_yaml(config), end="")
     else:
         if isinstance(config, Config):  # a run's start looks, too, but later: once the engines' packages are imported
-            with prefix_errors("reward"):
-                check_reward_names(config.reward.specs)
+            check_names(config.reward, config.rollout.environment)
         asyncio.run(main(config))  # type: ignore[arg-type]
 
 
@@ -225,7 +224,7 @@ def generate(
     n: Annotated[int, typer.Option("-n", min=1, help="How many completions.")] = 1,
     seed: Annotated[int | None, typer.Option(help="Repeats the draws; without one they are others each time.")] = None,
 ) -> None:
-    """Answer a prompt, with the model of a run (exported, or of its newest checkpoint) or any other.
+    """Answer a prompt, with the newest weights of a run (exported, or in a checkpoint) or any other model.
 
     [bold]Examples[/]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import secrets
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -165,6 +166,13 @@ class Config:
             "The trainer must be able to take what the policy generates.",
         )
         require(
+            self.metrics.status_every_s > 0 or not self.dashboard.control,
+            "metrics.status_every_s",
+            self.metrics.status_every_s,
+            "above 0 with dashboard.control",
+            "The run reads what its page asks for as often as it looks at its actors; or set dashboard.control=false.",
+        )
+        require(
             self.policy.dtype == self.trainer.dtype or self.checks.ratio_tolerance >= 0.01,
             "checks.ratio_tolerance",
             self.checks.ratio_tolerance,
@@ -214,12 +222,16 @@ class SFTConfig:
 
 T = TypeVar("T")
 
+REDACTED = "(redacted:made-anew-when-loaded)"
+"""Stands for ``dashboard.token`` in YAML that is written. It is public, so it is never a token itself."""
+
 
 def load_config(path: str | Path | None, overrides: list[str] | None = None, schema: type[T] = Config) -> T:  # type: ignore[assignment]
     """Read a YAML file, apply ``key=value`` overrides and return the checked config.
 
     A YAML file may name another one under ``base`` (relative to itself), which is read first. The value of an override
-    is YAML, except that text for a string setting is taken as written. List elements are replaced as a whole.
+    is YAML, except that text for a string setting is taken as written. List elements are replaced as a whole. A token
+    that was not written down (:data:`REDACTED`) is made up anew.
 
     Raises:
         ConfigError: unknown key (with the nearest valid one), wrong type, or a value that a room refuses.
@@ -238,6 +250,8 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None, sch
         key = key.strip()
         for name, value in _leaves_of_override(key, text, keys):
             _set(tree, name, value, keys)
+    if OmegaConf.select(tree, "dashboard.token") == REDACTED:
+        tree.dashboard.token = secrets.token_urlsafe(24)
     return _build(tree, "")
 
 
@@ -273,8 +287,11 @@ def _writable(node: DictConfig) -> None:
 
 
 def to_yaml(config: Any) -> str:
-    """The resolved tree as YAML, loadable again."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True, default_flow_style=None)
+    """The resolved tree as YAML, loadable again; secrets are :data:`REDACTED`, as files are for others, too."""
+    tree = dataclasses.asdict(config)
+    if tree.get("dashboard", {}).get("token"):
+        tree["dashboard"]["token"] = REDACTED
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 
 def _layers(path: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:

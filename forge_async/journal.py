@@ -22,9 +22,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 import platform
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -32,8 +33,10 @@ from typing import Any
 
 import numpy as np
 
-from forge_async.observability.jsonl import to_plain
+from forge_async.observability.jsonl import to_plain, write_line
 from forge_async.types import Completion, Episode, Group, StepStats, TrainingSequence
+
+logger = logging.getLogger(__name__)
 
 Line = dict[str, Any]
 
@@ -54,14 +57,19 @@ def request_seed(run_seed: int, request_id: str) -> int:
 
 
 class Journal:
-    """Takes the loop's reports, and writes them down where ``folder`` is given."""
+    """Takes the loop's reports, and writes them down where ``folder`` is given.
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder
+    Args:
+        warn: told that a line could not be written (a full disk): the schedule ends there, as what follows a gap cannot
+            be replayed.
+    """
+
+    def __init__(self, folder: Path | None = None, warn: Callable[[str], None] = logger.warning) -> None:
+        self.folder, self._warn = folder, warn
         self._file = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / LOOP_FILE).open("a", encoding="utf-8")
+            self._file = (folder / LOOP_FILE).open("ab", buffering=0)
 
     def started(self, device: str, threads: dict[str, float], config: str) -> None:
         """A run starts, or goes on after a resume."""
@@ -108,8 +116,11 @@ class Journal:
 
     def _note(self, line: Line) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-            self._file.flush()
+            try:
+                write_line(self._file, json.dumps(line, separators=(",", ":")) + "\n")
+            except OSError as error:
+                self.close()
+                self._warn(f"schedule/{LOOP_FILE} cannot be written, a replay will end here: {error}")
 
 
 def machine() -> dict[str, str]:

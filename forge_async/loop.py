@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -105,23 +105,6 @@ class AsyncLoop:
         buffer.on_drop = self._dropped
         # Requests beyond what the engines decode at once wait here, where the next free replica can still be chosen.
         self.seats = asyncio.Semaphore(config.policy.num_replicas * config.policy.max_num_seqs)
-
-    async def steps(self, count: int) -> AsyncIterator[Step]:
-        """Up to ``count`` steps, one by one: see :meth:`next_step`. On every way out :meth:`stop` is called.
-
-        Raises:
-            RunFailed: as :meth:`next_step`, or the dataset ended before anything was trained.
-        """
-        try:
-            for index in range(count):
-                step = await self.next_step()
-                if step is None:
-                    return
-                if index == count - 1:
-                    await self.settle()
-                yield step
-        finally:
-            await self.stop()
 
     async def next_step(self) -> Step | None:
         """One optimizer step; None when the dataset has ended.
@@ -318,7 +301,8 @@ class AsyncLoop:
             publish_s=publish_s,
             wall_s=time.monotonic() - last,
         )
-        self.tally.rewards.append(step.reward)
+        if not stats.skipped:
+            self.tally.rewards.append(step.reward)
         return step
 
     async def _announce(self, version: int) -> None:

@@ -33,7 +33,7 @@ class Tally:
     requeued: int = 0
     """Requests that were sent again because their replica died."""
     rewards: list[float] = field(default_factory=list)
-    """Mean reward of each step's batch."""
+    """Mean reward of each optimizer step's batch."""
     digests: dict[int, str] = field(default_factory=dict)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from forge_async.errors import ForgeError
 from forge_async.observability import Summary
 from forge_async.observability.seen import of_file
 from forge_async.policy.turns import Diverged
+from forge_async.run.checkpoints import mark_exported
 from forge_async.run.controls import Answer
 from forge_async.types import Completion
 
@@ -29,7 +31,7 @@ WITHOUT_TORCH = (
     "sys.exit(99 if 'torch' in sys.modules else code)"
 )
 """A command whose exit code is 99 where it has imported torch."""
-COMMANDS = ("run", "doctor", "sft", "replay", "generate", "episodes", "compare", "export")
+COMMANDS = ("run", "doctor", "sft", "replay", "generate", "episodes", "compare", "export", "dashboard", "trace")
 
 
 def invoke(*arguments: str | Path) -> tuple[int, str, str]:
@@ -67,7 +69,7 @@ def make_run(folder: Path, rewards: list[float], ended: bool = True) -> Path:
 def test_help_names_every_command_and_each_commands_help_has_examples_that_exist() -> None:
     code, out, _ = invoke("--help")
     assert code == 0 and all(re.search(rf"\b{name}\b", out) for name in COMMANDS)
-    assert set(COMMANDS) <= {command.name or command.callback.__name__ for command in cli.app.registered_commands}  # type: ignore[union-attr]
+    assert set(COMMANDS) == {command.name or command.callback.__name__ for command in cli.app.registered_commands}  # type: ignore[union-attr]
     for name in COMMANDS:
         code, out, _ = invoke(name, "--help")
         assert code == 0 and f"forge-async {name} " in out and "Example" in out
@@ -90,13 +92,16 @@ def test_a_setting_that_does_not_exist_is_one_line_and_exit_code_1(tmp_path: Pat
         assert err.count("\n") == 1
 
 
-def test_a_misspelt_reward_is_told_before_an_engine_is_imported(tmp_path: Path) -> None:
-    for command, function, words in (
-        ("run", "my_tsk:right", "There is no my_tsk in "),
-        ("doctor", "forge_async.rollout.rewards:exact_macth", "Did you mean forge_async.rollout.rewards:exact_match?"),
+def test_what_is_wrong_with_a_setting_or_a_name_is_told_before_an_engine_is_imported(tmp_path: Path) -> None:
+    rewards = "forge_async.rollout.rewards:exact_match"
+    for command, setting, error, words in (
+        ("run", "no.such=1", "no.such = 1", "must be a known setting"),
+        ("run", "reward.functions=[my_tsk:f]", "reward.functions[0] = 'my_tsk:f'", "There is no my_tsk in "),
+        ("doctor", f"reward.functions=[{rewards[:-2]}]", "reward.functions[0] = ", f"Did you mean {rewards}?"),
+        ("run", "rollout.environment=my_task:World", "rollout.environment = 'my_task:World'", "There is no my_task in"),
     ):
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-        words_given = [command, str(ROOT / "configs/grpo_tiny.yaml"), f"reward.functions=[{function}]"]
+        words_given = [command, str(ROOT / "configs/grpo_tiny.yaml"), setting]
         result = subprocess.run(
             [sys.executable, "-c", WITHOUT_TORCH, *words_given],
             cwd=tmp_path,
@@ -104,7 +109,7 @@ def test_a_misspelt_reward_is_told_before_an_engine_is_imported(tmp_path: Path) 
             capture_output=True,
             text=True,
         )
-        assert result.returncode == 1 and result.stderr.startswith(f"error: reward.functions[0] = '{function}'")
+        assert result.returncode == 1 and result.stderr.startswith(f"error: {error}")
         assert words in result.stderr and result.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
@@ -204,6 +209,18 @@ def test_compare_shows_curves_and_final_figures_side_by_side(tmp_path: Path) -> 
     assert code == 1 and "--picture" in err
 
 
+def test_compare_of_a_series_without_a_number(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", [0.5, 0.25], ended=False)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"train/loss": "nan", "staleness_max": None}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, out, err = invoke("compare", run)
+    assert code == 0, err
+    curves = out.partition("final figures")[0]
+    assert "train/ratio_mean" in curves and "train/loss" not in curves
+
+
 def test_compare_of_runs_of_one_name_and_of_one_that_logged_nothing(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / where / "same", [0.5, 0.6]) for where in ("a", "b")]
     assert str(runs[1]) in invoke("compare", *runs)[1]
@@ -235,7 +252,7 @@ def test_a_replay_of_no_step_names_option_value_and_what_is_allowed(tmp_path: Pa
     )
 
 
-def test_generate_asks_the_runs_exported_model(
+def test_generate_asks_the_newest_weights_of_a_run(
     tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine itself is a fake here; apps/examples/generate.py asks a real one."""
@@ -265,10 +282,14 @@ def test_generate_asks_the_runs_exported_model(
 
     monkeypatch.setattr(generate, "PolicyActor", Actor)
     run = make_run(tmp_path / "a", [0.5])
-    (run / "model").symlink_to(tiny_llama)
-    for version in (4, 12):
+    shutil.copytree(tiny_llama, run / "model")
+
+    def save(version: int) -> None:
         (run / f"checkpoints/version-0000{version:02d}").mkdir(parents=True)
         (run / f"checkpoints/version-0000{version:02d}/forge.json").write_text("{}")
+
+    save(4)
+    mark_exported(run / "model", 12)
     code, out, err = invoke(
         "generate", run, "101", "-n", "2", "policy.sampling.temperature=0.5", "policy.num_replicas=3"
     )
@@ -276,6 +297,18 @@ def test_generate_asks_the_runs_exported_model(
     assert "completions (2)" in out
     assert asked["model"] == run / "model" and asked["sampling"].temperature == 0.5
     assert asked["config"].num_replicas == 1 and asked["version"] == 12
+
+    def export(folder: Any, config: Any, version: int | None, target: Path) -> None:
+        asked["exported"] = version
+        shutil.copytree(tiny_llama, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(generate, "export", export)
+        save(12)
+        assert invoke("generate", run, "101")[0] == 0 and asked["model"] == run / "model"
+        save(13)  # of a leg that was resumed and has not ended
+        assert invoke("generate", run, "101")[0] == 0
+    assert asked["model"] != run / "model" and (asked["exported"], asked["version"]) == (None, 13)
     assert invoke("generate", tiny_llama, "101")[0] == 0 and asked["model"] == tiny_llama
     assert invoke("generate", tiny_llama, "101", "policy.sampling.temperature=0")[0] == 0
     assert asked["sampling"].temperature == 0, "an answer may be greedy where training may not"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_async.config import Config, SFTConfig, load_config, to_yaml
+from forge_async.config import REDACTED, Config, SFTConfig, load_config, to_yaml
 from forge_async.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -126,6 +126,33 @@ def test_the_printed_tree_loads_again(config_file: Path, tmp_path: Path) -> None
     printed = tmp_path / "printed.yaml"
     printed.write_text(to_yaml(config))
     assert load_config(printed) == config
+
+
+def test_a_token_is_not_written_down_and_what_stands_for_it_is_none() -> None:
+    token = "a-secret-of-enough-letters"
+    config = load_config(None, [f"dashboard.token={token}", "dashboard.host=0.0.0.0"])
+    assert config.dashboard.token == token
+    printed = to_yaml(config)
+    assert token not in printed and REDACTED in printed and REDACTED not in to_yaml(Config())
+    assert to_yaml(load_config(None)).count("token: ''") == 1
+
+
+def test_a_config_with_a_token_that_was_not_written_down_loads_with_a_new_one(tmp_path: Path) -> None:
+    """As a resume or a second run from a run's own config.yaml does."""
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(load_config(None, ["dashboard.token=a-secret-of-enough-letters"])))
+    tokens = {load_config(path).dashboard.token for _ in range(3)}
+    assert len(tokens) == 3 and min(map(len, tokens)) >= 32 and REDACTED not in tokens
+    assert load_config(path, ["dashboard.token=another-one-by-hand"]).dashboard.token == "another-one-by-hand"
+    assert load_config(path, ["dashboard.token="]).dashboard.token == ""
+
+
+def test_a_page_that_may_control_a_run_needs_one_that_reads_its_commands() -> None:
+    words = r"metrics.status_every_s = 0(\.0)?: must be above 0 with dashboard.control. .*dashboard.control=false"
+    with pytest.raises(ConfigError, match=words):
+        load_config(None, ["dashboard.control=true", "metrics.status_every_s=0"])
+    load_config(None, ["dashboard.control=true", "metrics.status_every_s=0.5"])
+    load_config(None, ["metrics.status_every_s=0"])
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -283,7 +283,7 @@ TABLE = (
     Row(
         r"forge-async generate .*",
         generate_is_understood,
-        "tests/test_cli.py::test_generate_asks_the_runs_exported_model",
+        "tests/test_cli.py::test_generate_asks_the_newest_weights_of_a_run",
         '"generate", run, "101"',
     ),
     Row(r"forge-async (episodes|compare|trace) .*", succeeds),
@@ -319,6 +319,12 @@ TABLE = (
         takes_that_many,
         EXAMPLES + "test_versions_published_by_hand_are_seen_by_one_long_request",
         'start("publish_by_hand"',
+    ),
+    Row(
+        r"python apps/examples/buffer_by_hand.py",
+        runs,
+        EXAMPLES + "test_the_buffer_is_usable_by_hand",
+        'start("buffer_by_hand"',
     ),
     Row(r"python (benchmarks|tools)/\w+\.py.*", is_understood),
     Row(r"python -m asyncio", answers_await),

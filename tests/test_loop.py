@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from forge_async.mesh import ReplicaDied, ServiceGaveUp
 from forge_async.policy.config import PolicyConfig, SamplingConfig, UpdateConfig
 from forge_async.rollout.config import RewardSpec, RolloutConfig
 from forge_async.rollout.environment import Environment
+from forge_async.steps import Step
 from forge_async.types import Completion, Episode, Group, Prompt, StepStats, Turn
 
 
@@ -109,14 +110,27 @@ def loop() -> Callable[..., AsyncLoop]:
     return make
 
 
+async def steps_of(loop: AsyncLoop, count: int) -> AsyncIterator[Step]:
+    """Up to ``count`` steps, and the end."""
+    try:
+        for index in range(count):
+            if (step := await loop.next_step()) is None:
+                return
+            if index == count - 1:
+                await loop.settle()
+            yield step
+    finally:
+        await loop.stop()
+
+
 async def test_a_step_whose_completions_are_all_masked_is_skipped(loop):
     """A batch may hold nothing to train: no step, no version, no publish, and the run goes on."""
     masked = loop(prompts(8), Policy("length"), RolloutConfig(group_size=2, timeout_s=5, truncated="mask"))
-    steps = [step async for step in masked.steps(2)]
+    steps = [step async for step in steps_of(masked, 2)]
     assert [(step.stats.version, step.stats.skipped) for step in steps] == [(0, True), (0, True)]
     assert steps[0].truncated == 1.0
     assert (steps[0].staleness.tokens, steps[0].staleness.max, steps[0].staleness.histogram) == (0, 0, ())
-    assert masked.tally.digests == {}
+    assert masked.tally.digests == {} and masked.tally.rewards == []
     ledger = masked.buffer.ledger
     assert ledger.balanced
     assert ledger.dropped["skipped_step"] == 4
@@ -136,7 +150,7 @@ async def test_completions_under_way_are_trained_at_the_temperature_they_were_sa
 
     running = loop(prompts(20), Echo(), max_staleness=2)
     seen = []
-    async for step in running.steps(6):
+    async for step in steps_of(running, 6):
         seen.append({s.temperature for s in running.trainer.batches[-1]})
         if step.index == 1:
             await running.pause()
@@ -186,7 +200,7 @@ async def test_a_policy_service_that_gave_up_ends_the_run_with_its_cause(loop):
 
     started = loop(prompts(1000), Gone())
     with pytest.raises(RunFailed, match="no policy replica is left: .*out of memory"):
-        async for _ in started.steps(2):
+        async for _ in steps_of(started, 2):
             pass
     assert started.buffer.ledger.dropped["failed"] == 0, "prompts are not used up for it"
 
@@ -200,7 +214,7 @@ async def test_a_rollout_that_never_returns_is_timed_out_and_the_steps_go_on(loo
 
     running = loop(prompts(9), Silent(), RolloutConfig(group_size=2, timeout_s=0.2), retries=0)
     async with asyncio.timeout(10):
-        steps = [step async for step in running.steps(4)]
+        steps = [step async for step in steps_of(running, 4)]
     assert len(steps) == 4
     assert running.buffer.ledger.fate("0-1") == "dropped (failed)"
     assert running.tally.failed_episodes == {"timeout": 2}
@@ -221,7 +235,7 @@ async def test_a_completion_lost_with_its_replica_is_asked_for_again_under_anoth
     policy = Dying()
     running = loop(prompts(4), policy)
     async with asyncio.timeout(10):
-        steps = [step async for step in running.steps(2)]
+        steps = [step async for step in steps_of(running, 2)]
     assert [request for request in policy.asked if request.startswith("0-0.0")] == ["0-0.0~0", "0-0.0~1", "0-0.0~2"]
     assert running.tally.requeued == 2 and not running.tally.failed_episodes
     assert sum(len(group.episodes) for step in steps for group in step.groups) == 8
@@ -240,7 +254,7 @@ async def test_lengths_are_of_sampled_tokens_not_of_tool_replies(loop, monkeypat
 
     monkeypatch.setattr(loop_module, "rollout_group", two_turns)
     async with asyncio.timeout(10):
-        (step,) = [step async for step in loop(prompts(4)).steps(1)]
+        (step,) = [step async for step in steps_of(loop(prompts(4)), 1)]
     assert step.completion_length == 5.0
     assert step.stats.trained_tokens == 4 * 5
 
@@ -259,7 +273,7 @@ async def test_a_dataset_that_ends_before_anything_was_trained_is_an_error(loop)
         left = 3
 
     with pytest.raises(RunFailed, match=r"nothing was trained: dataset ended: 1 epoch of 3 rows.*prompt_too_long': 3"):
-        async for _ in loop(TooLong()).steps(2):
+        async for _ in steps_of(loop(TooLong()), 2):
             pass
 
 
@@ -275,7 +289,7 @@ async def test_what_a_run_cannot_do_without_ends_it_while_the_trainer_is_waited_
     started.trainer = Stuck()
     with pytest.raises(RunFailed, match="^the weight store died$"):
         async with asyncio.timeout(5):
-            async for _ in started.steps(2):
+            async for _ in steps_of(started, 2):
                 pass
 
 
@@ -296,7 +310,7 @@ async def test_a_replica_that_does_not_take_a_version_is_replaced(loop) -> None:
     policy = Hung()
     running = loop(prompts(12), policy)
     async with asyncio.timeout(20):
-        steps = [step async for step in running.steps(2)]
+        steps = [step async for step in steps_of(running, 2)]
     assert len(steps) == 2
     assert policy.replaced == 1
 
@@ -321,7 +335,7 @@ async def test_training_goes_on_beside_a_publication(loop) -> None:
     running = loop(prompts(12))
     running.trainer = trainer = Slow()
     async with asyncio.timeout(10):
-        steps = [step async for step in running.steps(2)]
+        steps = [step async for step in steps_of(running, 2)]
     assert len(steps) == 2
     assert [name for name in trainer.calls if name != "published"] == ["step", "publish"] * 2
     assert running.tally.digests == {1: "d1", 2: "d2"}, "the last version is published before the loop ends"
@@ -338,7 +352,7 @@ async def test_a_failed_publication_ends_the_run_with_its_cause(loop) -> None:
     running.trainer = Broken()
     with pytest.raises(RunFailed, match="the trainer failed in 'published' at version .*rank 1: no memory"):
         async with asyncio.timeout(10):
-            async for _ in running.steps(50):
+            async for _ in steps_of(running, 50):
                 pass
 
 
@@ -402,7 +416,7 @@ async def test_in_mode_blocking_nothing_is_generated_while_the_trainer_works(loo
     running = loop(prompts(15), policy, mode="blocking", max_staleness=max_staleness)
     running.trainer = Watching(policy)
     async with asyncio.timeout(20):
-        steps = [step async for step in running.steps(100)]
+        steps = [step async for step in steps_of(running, 100)]
     assert [step.stats.skipped for step in steps] == [False, False, True, False, False, True, False, False]
     holds = [entry[1] for entry in policy.log if entry[0] == "hold"]
     assert holds == [0, 1, 2, 2, 3, 4, 4, 5], "one for each batch, named by the trainer's version"
@@ -413,7 +427,7 @@ async def test_in_mode_blocking_nothing_is_generated_while_the_trainer_works(loo
 
 async def test_only_mode_blocking_holds(loop) -> None:
     policy = Held()
-    async for _ in loop(prompts(8), policy, mode="drain").steps(2):
+    async for _ in steps_of(loop(prompts(8), policy, mode="drain"), 2):
         pass
     assert {entry[0] for entry in policy.log} == {"follow", "sync"}
 
@@ -433,7 +447,7 @@ async def test_a_replica_that_does_not_answer_a_hold_is_replaced_and_the_run_goe
 
     policy = Hung()
     async with asyncio.timeout(20):
-        steps = [step async for step in loop(prompts(12), policy, mode="blocking").steps(3)]
+        steps = [step async for step in steps_of(loop(prompts(12), policy, mode="blocking"), 3)]
     assert len(steps) == 3 and policy.replaced == 0
 
 
@@ -448,5 +462,5 @@ async def test_a_failure_ends_a_run_that_waits_for_a_hold(loop) -> None:
     started = loop(prompts(8), Waiting(), mode="blocking")
     with pytest.raises(RunFailed, match="^the trainer died$"):
         async with asyncio.timeout(5):
-            async for _ in started.steps(2):
+            async for _ in steps_of(started, 2):
                 pass

@@ -228,7 +228,7 @@ class History:
         )
         try:
             async with asyncio.timeout(limit):
-                async for step in self.loop.steps(10_000):
+                while (step := await self.loop.next_step()) is not None:
                     self.check(step)
                     if self.random.random() < 0.3:  # an evaluation, on the same policy
                         await asyncio.gather(*(self.evaluate(world) for _ in range(3)))

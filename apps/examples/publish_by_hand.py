@@ -41,8 +41,7 @@ async def main(model: str, versions: int = 3) -> None:
             (report,) = await policy.fan_out("sync", version)  # pulled beside generation, then swapped in
             print(f"version {version} is live, digest {report['digest'][:8]}, {report['in_flight']} requests went on")
         print(await store.versions())
-        completion = await request
-        print(f"the request, [version, tokens]: {spans(completion.policy_versions)}")
+        print(f"the request, [version, tokens]: {spans((await request).policy_versions)}")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,11 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,24 +29,20 @@ from forge_async.trainer.sft import answer_sequence
 from forge_async.types import Prompt, TrainingSequence
 
 
-def read(episodes: str, model: str) -> list[TrainingSequence]:
-    tokenizer = load_tokenizer(model)
-    groups: dict[str, list[tuple[str, float]]] = {}
-    sequences = []
-    for line in Path(episodes).read_text().splitlines():
-        row = json.loads(line)
-        groups.setdefault(row["prompt"], []).append((row["completion"], row["reward"]))
-    values = advantages([[reward for _, reward in group] for group in groups.values()])
+def read(episodes: str, tokenizer: Any) -> Iterator[TrainingSequence]:
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in map(json.loads, Path(episodes).read_text().splitlines()):
+        groups[row["prompt"]].append(row)
+    values = advantages([[row["reward"] for row in group] for group in groups.values()])
     for (text, group), group_values in zip(groups.items(), values, strict=True):
         ids = render_prompt(tokenizer, build_messages(text, system_prompt=None))
-        for (completion, _), value in zip(group, group_values, strict=True):
-            sequence = answer_sequence(Prompt(text, (), ids, answer=completion), tokenizer)
-            sequences.append(replace(sequence, advantages=np.full(len(sequence.token_ids), value, np.float32)))
-    return sequences
+        for row, value in zip(group, group_values, strict=True):
+            sequence = answer_sequence(Prompt(text, (), ids, answer=row["completion"]), tokenizer)
+            yield replace(sequence, advantages=np.full(len(sequence.token_ids), value, np.float32))
 
 
 async def main(model: str, episodes: str, target: str, steps: int = 4) -> None:
-    sequences = read(episodes, model)
+    sequences = list(read(episodes, load_tokenizer(model)))
     async with MeshRuntime():
         trainer = await TrainerActor.spawn(TrainerConfig(optimizer=OptimizerConfig(lr=1e-4)), model)
         await trainer.call("setup")
@@ -53,7 +52,6 @@ async def main(model: str, episodes: str, target: str, steps: int = 4) -> None:
             (stats,) = await trainer.call("step", fresh)
             print(f"version {stats.version}: loss {stats.loss:.4f}, gradient norm {stats.grad_norm:.3f}")
         await trainer.call("export_hf", target)
-    print(f"the model is in {target}")
 
 
 if __name__ == "__main__":

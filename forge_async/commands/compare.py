@@ -68,8 +68,8 @@ def figures_so_far(frame: pandas.DataFrame) -> dict[str, Any]:
     if "reward" in frame:
         rewards = frame["reward"].astype(float)
         figures |= {"reward/first5": rewards.head(5).mean(), "reward/last10": rewards.tail(10).mean()}
-    if "staleness_max" in frame:
-        figures["staleness/max_seen"] = int(frame["staleness_max"].max())
+    if "staleness_max" in frame and len(oldest := frame["staleness_max"].dropna()):
+        figures["staleness/max_seen"] = int(oldest.max())
     if "train/trained_tokens" in frame:
         figures["tokens/trained"] = int(frame["train/trained_tokens"].sum())
     for key, series in LAST.items():
@@ -89,7 +89,8 @@ def comparison(folders: Sequence[RunFolder]) -> RenderableType:
         for run, frame in frames.items():
             if series not in frame:
                 continue
-            values = frame[series].astype(float).dropna().tolist()
+            if not (values := frame[series].astype(float).dropna().tolist()):
+                continue
             curves.add_row(
                 label, run, str(len(values)), _number(values[0]), sparkline(values, WIDTH), _number(values[-1])
             )

@@ -9,7 +9,7 @@ from pathlib import Path
 from forge_async.config import Config
 from forge_async.errors import ConfigError
 from forge_async.observability import RunFolder
-from forge_async.run.checkpoints import Checkpoints, version_of
+from forge_async.run.checkpoints import Checkpoints, mark_exported, version_of
 from forge_async.trainer.config import ParallelismConfig
 
 
@@ -46,4 +46,5 @@ def export(folder: RunFolder, config: Config, version: int | None, target: Path)
         warnings.filterwarnings("ignore", message="To get the last learning rate", category=UserWarning)
         engine.load_checkpoint(checkpoint)
     engine.export_hf(target)
+    mark_exported(target, version_of(checkpoint))
     return checkpoint

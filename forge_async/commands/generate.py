@@ -16,7 +16,7 @@ from forge_async.observability.tables import Listing
 from forge_async.policy.actor import PolicyActor
 from forge_async.policy.config import SamplingConfig
 from forge_async.prepare import check_model, load_tokenizer, model_positions
-from forge_async.run.checkpoints import Checkpoints, version_of
+from forge_async.run.checkpoints import Checkpoints, exported_version, version_of
 from forge_async.run.controls import Answer, generate, prompt_ids, sampling_of
 
 
@@ -26,7 +26,7 @@ async def answer(
     """``n`` completions of ``prompt``.
 
     Args:
-        source: a run's folder, whose exported model is taken, else its newest checkpoint; or a Hugging Face folder.
+        source: a run's folder, whose newest weights are taken, exported or in a checkpoint; or a Hugging Face folder.
         overrides: settings (``key=value``) on top of the run's, or of the defaults.
     Raises:
         ForgeError: there is no model, or a setting is wrong.
@@ -35,10 +35,10 @@ async def answer(
     config, sampling = settings_of(folder, overrides or [])
     if folder is None:
         return await ask(config, sampling, Path(source), prompt, n, seed)
-    newest = Checkpoints(folder).newest()
-    version = 0 if newest is None else version_of(newest)  # the run saved it when it exported the model
-    if (folder.path / "model" / "config.json").is_file():
-        return await ask(config, sampling, folder.path / "model", prompt, n, seed, version)
+    newest, exported = Checkpoints(folder).newest(), exported_version(folder.model)
+    version = -1 if newest is None else version_of(newest)
+    if exported is not None and exported >= version:
+        return await ask(config, sampling, folder.model, prompt, n, seed, exported)
     with tempfile.TemporaryDirectory(prefix="forge-async-generate-") as temporary:
         model = Path(temporary) / "model"
         export(folder, config, None, model)

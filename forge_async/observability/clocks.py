@@ -96,11 +96,11 @@ class IdleMeter:
         counter = self._counters.get(name)
         return counter.window if counter else None
 
-    def share(self, name: str) -> float:
-        """Idle share since the first report; 0 without reports."""
+    def share(self, name: str) -> float | None:
+        """Idle share since the first report; None while there is none."""
         counter = self._counters.get(name)
         total = counter.total_busy + counter.total_idle if counter else 0.0
-        return counter.total_idle / total if counter and total > 0 else 0.0
+        return counter.total_idle / total if counter and total > 0 else None
 
 
 class RateMeter:

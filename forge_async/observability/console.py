@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ class StepView:
 class Console:
     """Shows the run's phase, its steps and its warnings. Use as a context manager; it leaves the terminal as it was.
 
+    What cannot be written (its file is on a full disk, its reader has gone) is not shown.
+
     Args:
         total_steps: steps of the whole run.
         title: head of the live view, such as the run's name.
@@ -96,8 +99,9 @@ class Console:
         """Stop the live view; later lines are printed plainly."""
         live, self._live = self._live, None
         if live is not None:
-            live.update(self._view(), refresh=True)
-            live.stop()
+            with contextlib.suppress(OSError):
+                live.update(self._view(), refresh=True)
+                live.stop()
 
     def phase(self, text: str) -> None:
         """What the run is doing besides steps: starting engines, saving a checkpoint. "" ends it."""
@@ -105,7 +109,7 @@ class Console:
             return
         self._phase = text
         if self._live is not None:
-            self._live.update(self._view(), refresh=True)
+            self._refresh(self._live)
         elif self._enabled and text:
             self._plain(text)
 
@@ -115,7 +119,7 @@ class Console:
         self._rewards.append(view.reward)
         self._phase = ""
         if self._live is not None:
-            self._live.update(self._view(), refresh=True)
+            self._refresh(self._live)
         elif self._enabled:
             self._plain(line(view, self._total))
 
@@ -129,14 +133,20 @@ class Console:
         if text in self._warned:
             return
         self._warned.add(text)
-        if self._enabled:
-            self._rich.print(Text(f"warning: {text}", style="yellow"))
-        else:
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            if self._enabled:
+                self._rich.print(Text(f"warning: {text}", style="yellow"))
+            else:
+                print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def _plain(self, text: str) -> None:
-        self._rich.print(Text(text))
-        self._file.flush()
+        with contextlib.suppress(OSError):
+            self._rich.print(Text(text))
+            self._file.flush()
+
+    def _refresh(self, live: Live) -> None:
+        with contextlib.suppress(OSError):
+            live.update(self._view(), refresh=True)
 
     def _view(self) -> RenderableType:
         table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))

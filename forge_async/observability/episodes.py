@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,19 @@ class EpisodeRecorder:
     """Writes ``episodes.jsonl``: up to ``episodes_per_step`` episodes of every step.
 
     Which ones is drawn from ``seed`` and the step, so that two runs of one config record the same places.
+
+    Args:
+        warn: as for ``JsonLines``.
     """
 
-    def __init__(self, path: Path, episodes_per_step: int = 4, seed: int = 0) -> None:
-        self._lines = JsonLines(path) if episodes_per_step else None
+    def __init__(
+        self,
+        path: Path,
+        episodes_per_step: int = 4,
+        seed: int = 0,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        self._lines = JsonLines(path, warn) if episodes_per_step else None
         self._per_step, self._seed = episodes_per_step, seed
         self._pieces: Pieces | None = None
 
@@ -40,11 +49,13 @@ class EpisodeRecorder:
         tokenizer: Decoder,
         sequences: Sequence[TrainingSequence] = (),
         trainer_logprobs: Mapping[str, FloatArray] | None = None,
+        dropped: str = "",
     ) -> int:
         """Record a sample of the step's episodes; returns how many.
 
         Args:
             sequences: what was trained of the groups.
+            dropped: why the step trained none of them, as the ledger has it; "": it did.
             trainer_logprobs: float32 [T] by sequence id: log-probs under the weights before the step, NaN where the
                 trainer made none.
         """
@@ -55,7 +66,8 @@ class EpisodeRecorder:
         for group, episode in chosen:
             own = [sequence for sequence in sequences if sequence.episode_id == episode.episode_id]
             record = describe(group, episode, tokenizer, self._pieces, own, trainer_logprobs)
-            self._lines.write({"step": step, **record})
+            fate = {"fate": f"dropped: {dropped}"} if dropped else {}
+            self._lines.write({"step": step, **record, **fate})
         return len(chosen)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ class EventLog:
     """Writes ``events.jsonl``: one line per event with its kind and fields, and two clocks.
 
     ``t`` is seconds since the log was opened on the monotonic clock (differences are durations); ``at`` is Unix time.
+
+    Args:
+        warn: as for ``JsonLines``.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._lines = JsonLines(path)
+    def __init__(self, path: Path, warn: Callable[[str], None] | None = None) -> None:
+        self._lines = JsonLines(path, warn)
         self._started = time.monotonic()
 
     def write(self, kind: str, **fields: Any) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,20 @@ import numpy as np
 
 
 class JsonLines:
-    """Appends records to a file, one JSON object per line, flushed line by line; safe from several threads.
+    """Appends records to a file, one JSON object per line, written line by line; safe from several threads.
 
     A last line that a killed process left incomplete is cut off on opening: what a resumed run adds stays readable.
+
+    Args:
+        warn: told, the first time, that a line could not be written (a full disk); such lines are left out. None: the
+            OSError is raised.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, warn: Callable[[str], None] | None = None) -> None:
+        self.path, self._warn = path, warn
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_partial_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
 
     def write(self, record: dict[str, Any]) -> None:
@@ -32,12 +37,28 @@ class JsonLines:
         with self._lock:
             if self._file.closed:
                 raise ValueError(f"{self.path} is closed: nothing can be recorded after the run ended")
-            self._file.write(line)
-            self._file.flush()
+            try:
+                write_line(self._file, line)
+            except OSError as error:
+                if self._warn is None:
+                    raise
+                self._warn, warn = lambda text: None, self._warn
+                warn(f"{self.path} cannot be written, the run goes on and lines are missing there: {error}")
 
     def close(self) -> None:
         with self._lock:
             self._file.close()
+
+
+def write_line(file: io.FileIO, line: str) -> None:
+    """Append a line to an unbuffered file, whole or not at all."""
+    start, rest = file.seek(0, io.SEEK_END), memoryview(line.encode())
+    try:
+        while rest:  # of a disk that fills up, the part that found room
+            rest = rest[file.write(rest) :]
+    except OSError:
+        file.truncate(start)
+        raise
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

@@ -26,7 +26,7 @@ class Backend(Protocol):
 class MetricsLogger:
     """Writes ``metrics.jsonl`` and ``tensorboard/`` in a run's folder, and to W&B.
 
-    A backend that fails costs a warning, its first time, and nothing else.
+    A backend that fails, the file too, costs a warning, its first time, and nothing else.
 
     Each series (key) moves forward only: within one logger a step below the key's last one is an error, because
     readers would draw the line backwards. A resumed run may write steps again; readers take the last record of a step.
@@ -46,7 +46,7 @@ class MetricsLogger:
         config = config or MetricsConfig()
         self._warn = warn or (lambda text: print(f"warning: {text}", file=sys.stderr))
         self._failed: set[str] = set()
-        self._lines = JsonLines(folder / "metrics.jsonl") if config.jsonl else None
+        self._lines = JsonLines(folder / "metrics.jsonl", self._warn) if config.jsonl else None
         self._backends: dict[str, Backend] = dict(more or {})
         if config.tensorboard:
             self._guard("TensorBoard", lambda: self._add("TensorBoard", TensorBoardFile(folder / "tensorboard")))

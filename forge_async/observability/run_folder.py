@@ -14,7 +14,7 @@ from forge_async.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 META_FILE = "forge.json"
-"""In a checkpoint's folder: written last, so that it marks a whole one."""
+"""In the folder of a checkpoint or an exported model: written last, so that it marks a whole one; holds ``version``."""
 
 
 class RunPaths:
@@ -54,6 +54,10 @@ class RunPaths:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
 
     @property
     def plot(self) -> Path:
@@ -152,6 +156,11 @@ class RunFolder(RunPaths):
             self._claim.close()
             self._claim = None
 
+    def forget_end(self) -> None:
+        """Remove what an earlier leg said of itself when it ended: the run goes on."""
+        self.summary.unlink(missing_ok=True)
+        self.status.unlink(missing_ok=True)
+
     def write_config(self, text: str) -> None:
         """Save the resolved config."""
         write_whole(self.config, text)
@@ -160,5 +169,9 @@ class RunFolder(RunPaths):
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that readers see the old or the new content, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

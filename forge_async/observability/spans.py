@@ -10,6 +10,7 @@ own clock: it knows when it asked and when the answer came, so it knows the work
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from forge_async.observability.jsonl import JsonLines
+
+logger = logging.getLogger(__name__)
 
 JOIN_S = 0.005
 """Spans of one name that follow each other within this are one."""
@@ -108,7 +111,7 @@ class SpanLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self._lines = JsonLines(path)
+        self._lines = JsonLines(path, logger.warning)
         self._epoch = time.time() - time.monotonic()
         self._cursors: dict[tuple[str, int], int] = {}
         self._offsets: dict[tuple[str, int], ClockOffset] = {}

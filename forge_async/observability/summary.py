@@ -13,6 +13,7 @@ from rich.console import Console as RichConsole
 from rich.text import Text
 
 from forge_async.observability.advice import Advice
+from forge_async.observability.console import percent
 from forge_async.observability.jsonl import to_plain
 from forge_async.observability.run_folder import write_whole
 
@@ -60,8 +61,8 @@ class Summary:
     """Trained against submitted prompts by attribute: ``buffer.selection.Selection.to_dict``."""
     idle_trainer: float = 0.0
     """Share of ``wall_s`` in which the trainer did nothing."""
-    idle_generators: Sequence[float] = ()
-    """The same per generator."""
+    idle_generators: Sequence[float | None] = ()
+    """The same per generator; None: it was never asked."""
     generated_tokens_per_s: float = 0.0
     trained_tokens_per_s: float = 0.0
     phase_s: Mapping[str, float] = field(default_factory=dict)
@@ -130,7 +131,7 @@ class Summary:
     def lines(self, plot: Path | None = None) -> list[tuple[str, str]]:
         """Label and text of every line of the printed summary."""
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "none"
-        generators = " ".join(f"{share:.0%}" for share in self.idle_generators) or "-"
+        generators = " ".join(map(percent, self.idle_generators)) or "-"
         rows = [
             ("steps", f"{self.steps} in {self.wall_s:.0f} s"),
             (

@@ -26,23 +26,6 @@ if TYPE_CHECKING:
     from forge_async.policy.engine import PolicyEngine
     from forge_async.store import WeightStore
 
-DRAINED = (
-    "generated_tokens",
-    "prompt_tokens",
-    "finished",
-    "aborted",
-    "swaps",
-    "swaps_in_flight",
-    "discarded_tokens",
-    "recomputed_tokens",
-    "busy_s",
-    "idle_s",
-    "held_s",
-    "swap_ms",
-)
-"""Counters that :meth:`PolicyActor.drain_stats` reports since its last call."""
-
-
 SWITCH_INTERVAL_S = 0.0005
 """How long the engine's thread keeps the interpreter's lock when another thread of the process waits for it."""
 
@@ -78,7 +61,6 @@ class PolicyActor(ForgeActor):
         self._first_version = version
         self._engine: PolicyEngine | None = None
         self._follower: Follower | None = None
-        self._drained: dict[str, Any] = {}
 
     @concurrent_endpoint
     async def setup(
@@ -216,20 +198,6 @@ class PolicyActor(ForgeActor):
         if spans_since is not None:
             status["spans"] = self._ready().spans.since(spans_since)
         return status | (NOT_FOLLOWING if self._follower is None else self._follower.status())
-
-    @concurrent_endpoint
-    async def drain_stats(self) -> dict[str, Any]:
-        """The counters of :data:`DRAINED` since the last call of this endpoint."""
-        status = self._ready().status()
-        since: dict[str, Any] = {"version": status["version"]}
-        for name in DRAINED:
-            if name == "swap_ms":
-                since[name] = status[name][self._drained.get(name, 0) :]
-                self._drained[name] = len(status[name])
-            else:
-                since[name] = status[name] - self._drained.get(name, 0)
-                self._drained[name] = status[name]
-        return since
 
     @concurrent_endpoint
     async def weights(self) -> tuple[int, dict[str, str]]:

@@ -45,3 +45,4 @@ class EngineCounters:
     held_s: float = 0.0
     """The part of ``idle_s`` in which requests waited for a version."""
     swap_ms: list[float] = field(default_factory=list)
+    """How long the last swap took, if there was one, milliseconds."""

@@ -399,7 +399,7 @@ class PolicyEngine:
         pause = time.perf_counter() - began
         self.counters.swaps += 1
         self.counters.swaps_in_flight += in_flight > 0
-        self.counters.swap_ms.append(pause * 1e3)
+        self.counters.swap_ms = [pause * 1e3]
         self.counters.busy_s += pause
         self.spans.note("main", "swap", began, began + pause, version=version, in_flight=in_flight)
         fulfil(future, SwapReport(version, previous, pause * 1e3, in_flight, self.weights.plan.nbytes))

@@ -13,15 +13,19 @@ one line per turn that took a command::
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_async.errors import RunFailed
+from forge_async.observability.jsonl import write_line
 
 if TYPE_CHECKING:  # it imports torch, which the exit code of a command must not wait for
     from forge_async.policy.lockstep import Command
+
+logger = logging.getLogger(__name__)
 
 Entry = list[Any]
 """A command as it is written down: its kind, then what tells it from others."""
@@ -52,16 +56,21 @@ def entry(command: Command) -> Entry:
 
 
 class TurnLog:
-    """Writes the turns of one engine, as they come."""
+    """Writes the turns of one engine, as they come; where one cannot be written (a full disk) the log ends."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        self._file = path.open("wb", buffering=0)
 
     def write(self, turn: int, sampled: int, commands: Sequence[Command]) -> None:
+        if self._file.closed:
+            return
         line = [turn, sampled, [entry(command) for command in commands]]
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self._file.flush()
+        try:
+            write_line(self._file, json.dumps(line, separators=(",", ":")) + "\n")
+        except OSError as error:
+            self.close()
+            logger.warning("%s cannot be written, a replay will end there: %s", self._file.name, error)
 
     def close(self) -> None:
         self._file.close()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_async.errors import ConfigError
 from forge_async.rollout.config import DatasetConfig, RolloutConfig
+from forge_async.rollout.names import EXTRAS, install
 from forge_async.rollout.rewards import where_raised
 from forge_async.types import Completion, IdArray, Message, Prompt
 
@@ -123,8 +124,8 @@ def environment_maker(config: RolloutConfig) -> EnvironmentMaker:
             raise
         except ModuleNotFoundError as error:
             remedy = f"{error}. "
-            if kind in ("openenv", "verifiers"):
-                remedy += f"Install the extra: pip install 'forge-async[{kind}]'; docs/rollout.md says which releases."
+            if kind in EXTRAS:
+                remedy += install(kind)
             raise ConfigError("environment", config.environment, "an environment that is installed", remedy) from error
         except (Exception, SystemExit) as error:  # user code may fail in any way
             allowed = f"an environment that can be made with environment_args {config.environment_args}"

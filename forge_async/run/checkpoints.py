@@ -10,7 +10,7 @@ from typing import Any
 
 from forge_async.errors import ConfigError
 from forge_async.observability import RunFolder
-from forge_async.observability.run_folder import META_FILE
+from forge_async.observability.run_folder import META_FILE, write_whole
 
 NAME = re.compile(r"version-(\d+)")
 
@@ -18,6 +18,19 @@ NAME = re.compile(r"version-(\d+)")
 def version_of(checkpoint: Path) -> int:
     """Of a checkpoint's folder, from its name."""
     return int(checkpoint.name.rpartition("-")[2])
+
+
+def mark_exported(model: Path, version: int) -> None:
+    """Write down whose weights were exported to the folder ``model``."""
+    write_whole(model / META_FILE, json.dumps({"version": version}) + "\n")
+
+
+def exported_version(model: Path) -> int | None:
+    """The version whose weights are in ``model``; None: no run has exported a whole model there."""
+    try:
+        return int(json.loads((model / META_FILE).read_text(encoding="utf-8"))["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 class Checkpoints:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 3
 """Replicas that may die under one request made by hand."""
+ABORT_S = 5.0
+"""Seconds that a replica has to abort a request whose caller has left."""
 
 Asked = str | Sequence[dict[str, str]] | Sequence[int] | np.ndarray
 """A prompt: the text of a user message, chat messages, or token ids, which are taken as they are."""
@@ -80,21 +82,36 @@ async def generate(
 ) -> Listing[Answer]:
     """``n`` completions; ``name`` is new to the service. With ``seed`` the draws depend on it and their index alone.
 
-    What a replica had under way when it died is asked again.
+    What a replica had under way when it died is asked again. When one cannot be answered, or this is cancelled, the
+    others are aborted.
     """
+    running: set[str] = set()
 
     async def one(index: int) -> Completion:
         own_seed = None if seed is None else request_seed(seed, str(index))
         for attempt in range(ATTEMPTS):
             request = f"{name}-{index}-{attempt}"
+            running.add(request)
             try:  # one prompt, one prefix: all go to the same replica
                 completion: Completion = await service.call("generate", ids, sampling, request, own_seed, session=name)
-                return completion
             except ReplicaDied as error:
                 cause = error
+                running.discard(request)
+            else:
+                running.discard(request)
+                return completion
         raise ForgeError(f"the prompt was not answered: {cause}") from cause
 
-    completions = await asyncio.gather(*map(one, range(n)))
+    asked = [asyncio.ensure_future(one(index)) for index in range(n)]
+    try:
+        completions = await asyncio.gather(*asked)
+    except BaseException:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        # The engines go on with requests whose caller has left.
+        await asyncio.gather(*(service.fan_out("abort", request, timeout=ABORT_S) for request in running))
+        raise
     answers = [Answer(tokenizer.decode(c.token_ids.tolist(), skip_special_tokens=True), c) for c in completions]
     return Listing(answers, "completions", ("text", "tokens", "log-prob", "versions", "ended by"))
 
@@ -219,6 +236,8 @@ class PageControl:
     def state(self) -> str:
         """``running``, ``paused``, ``ended``, ``failed`` or ``stopped``."""
         state = self._run.state
+        if state == "paused" and (pace := self._run.require_up("state")).iterates and not pace.holds:
+            return "running"  # its caller is busy between two steps
         return {"held": "paused", "pausing": "running", "starting": "running"}.get(state, state)
 
     def hold(self) -> None:
@@ -229,11 +248,12 @@ class PageControl:
         """End :meth:`hold`; where nobody takes steps, take them in the background."""
         pace = self._run.require_up("resume")
         pace.let_go()
-        if pace.state == "paused":
+        if pace.state == "paused" and not pace.iterates:
             pace.resume()
 
     def end(self) -> None:
         """The step being trained is the last one, as if ``steps`` had been reached."""
-        pace = self._run.require_up("stop")
-        self._run.parts.loop.ended_early = "The run was stopped from its page."
+        pace, parts = self._run.require_up("stop"), self._run.parts
+        parts.loop.ended_early = "The run was stopped from its page."
+        parts.recording.console.warn(parts.loop.ended_early)
         pace.put_off()

@@ -60,6 +60,12 @@ class Run:
         self._pace: Pace | None = None
         self._phase = "new"
         """``new``, ``starting``, ``up``, or ``stopped``."""
+        self._starting: asyncio.Task[Any] | None = None
+        """What :meth:`start` runs in."""
+        self._stopping = False
+        """:meth:`stop` was called."""
+        self._down = asyncio.Event()
+        """Everything has ended."""
 
     # ---- start and stop ----
 
@@ -84,18 +90,22 @@ class Run:
 
         Raises:
             ForgeError: a setting, a file, or the log-prob check is wrong; nothing was trained then.
+            RunStateError: it was started before, or is stopped meanwhile.
         """
         if self._phase != "new":
             raise RunStateError(f"start: the run was started before (it is {self.state}). Launch another one.")
-        self._phase = "starting"
+        self._phase, parts = "starting", self.parts
+        self._starting = starting = asyncio.current_task()
+        assert starting is not None
         try:
-            await self.parts.open()
-            await self.parts.bring_up()
+            await parts.open()
+            await parts.bring_up()
         except BaseException as error:
             await self._shut_down(_outcome(error))
+            if self._stopping and isinstance(error, asyncio.CancelledError) and not starting.uncancel():
+                raise RunStateError("start: the run was stopped before it was up. Launch another one.") from None
             self._raise_explained(error)
             raise
-        parts = self.parts
         self._pace = Pace(parts.loop, parts.take, self.log, parts.explain, lambda: not parts.left)
         self._phase = "up"
         return self
@@ -103,20 +113,26 @@ class Run:
     async def stop(self, save: bool = True) -> None:
         """End the run: pause, save a checkpoint, export the model, end every process, write the summary.
 
-        Clean after a fault, too; nothing is saved then. A second call does nothing.
+        Clean after a fault, too; nothing is saved then. A run that is starting is given up. A second call returns when
+        everything has ended.
 
         Args:
             save: False leaves the checkpoint and the exported model out.
         """
         if self._phase == "new":
             self._phase = "stopped"
-        if self._phase != "up":
+            self._down.set()
+        again, self._stopping = self._stopping, True
+        if self._phase != "up" or again:
+            if self._starting is not None and self._phase == "starting" and not again:
+                self._starting.cancel()
+            await self._down.wait()
             return
         pace, outcome = self._up("stop"), "failed"
         try:
             if pace.failure is None:
                 try:
-                    await pace.pause()
+                    await pace.rest()
                     if save:
                         await self.parts.save()
                     outcome = "finished"
@@ -135,7 +151,10 @@ class Run:
             if self._pace is not None:
                 await self._pace.close()
         finally:
-            await self.parts.take_apart(outcome)
+            try:
+                await self.parts.take_apart(outcome)
+            finally:
+                self._down.set()
 
     def _raise_explained(self, error: BaseException) -> None:
         """Raise what says how to go on after ``error``, where there is more to say."""
@@ -147,16 +166,17 @@ class Run:
     async def steps(self) -> AsyncIterator[Step]:
         """Train; yields each optimizer step after it was trained and published. Generation goes on meanwhile.
 
-        :meth:`log` each one. However the iteration is left, the run is paused then.
+        :meth:`log` each one. However the iteration is left, the run is paused then. It ends after the present step when
+        another task calls :meth:`pause` or :meth:`stop`.
         """
         pace = self._up("steps")
-        pace.require_rest("steps")
-        try:
-            while (step := await pace.next()) is not None:
-                yield step
-        finally:
-            if pace.state != "running":
-                self.parts.buffer.pause()
+        with pace.iteration():
+            try:
+                while (step := await pace.next()) is not None:
+                    yield step
+            finally:
+                if pace.state != "running":
+                    self.parts.buffer.pause()
 
     async def train(self) -> None:
         """Train to the end, logging every step."""
@@ -186,7 +206,7 @@ class Run:
         """Stop training; returns when the step being trained has ended and its weights are live in every replica.
 
         A step that still waits for its batch is put off. No prompt is admitted any more; completions under way are
-        finished and wait in the buffer, so nothing is lost. Does nothing where the run rests already.
+        finished and wait in the buffer, so nothing is lost. Ends the :meth:`steps` of another task.
 
         Raises:
             RunFailed: what ended the run.
@@ -243,7 +263,7 @@ class Run:
         last, told, ledger = parts.recording.last, parts.recording.replicas, buffer.ledger
         replicas = []
         for index, replica in enumerate(parts.engines.policy.replicas):
-            known = told[index] if index < len(told) else {"version": None, "running": None}
+            known = told.get(index, {"version": None, "running": None})
             replicas.append(ReplicaStatus(replica.state, known["version"], known["running"], replica.respawns))
         return Status(
             name=parts.folder.path.name,

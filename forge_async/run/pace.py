@@ -7,7 +7,8 @@ interrupt: a step that is being trained ends all the same, and one that still wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
 from forge_async.errors import ForgeError, RunFailed, RunStateError
@@ -22,6 +23,7 @@ class Stepping(Protocol):
     @property
     def failure(self) -> ForgeError | None: ...
     async def pause(self) -> None: ...
+    def fail(self, error: ForgeError) -> None: ...
 
 
 class Pace:
@@ -47,7 +49,11 @@ class Pace:
         self._failure: ForgeError | None = None
         self._step: asyncio.Task[Step | None] | None = None
         self._many: asyncio.Task[list[Step]] | None = None
-        self._pausing = self._orphaned = self._held = False
+        self._pausing = self._orphaned = self._held = self._closed = False
+        self._begun = False
+        """The step under way is more than one that waits to be let go."""
+        self._iteration: list[asyncio.Task | None] = []
+        """The task of a caller that iterates, see :meth:`iteration`."""
         self._free = asyncio.Event()
         """Not set while steps are to be held; then ``_held`` says that one is."""
         self._free.set()
@@ -84,20 +90,41 @@ class Pace:
                 "`resume=<its folder>`."
             )
 
+    @contextmanager
+    def iteration(self) -> Iterator[None]:
+        """A caller takes steps by :meth:`next`, one after the other, until it has enough, the end, or :meth:`rest`."""
+        self.require_rest("steps")
+        iteration = self._iteration = [asyncio.current_task()]
+        self._pausing = False
+        try:
+            yield
+        finally:
+            if self._iteration is iteration:  # one that is closed late does not end the next
+                self._iteration = []
+
+    @property
+    def iterates(self) -> bool:
+        """A caller is within an :meth:`iteration`, though it may be busy between two steps."""
+        return bool(self._iteration)
+
+    @property
+    def holds(self) -> bool:
+        """The next step will be held, see :meth:`hold`."""
+        return not self._free.is_set()
+
     async def next(self) -> Step | None:
-        """The next step, for a caller that logs it; None at the end."""
-        self._orphaned = False
-        if not self._is_over():
-            step = self._begin(logged=False)
-            try:
-                return await asyncio.shield(step)
-            except asyncio.CancelledError:
-                if step.cancelled():
-                    return None  # it was put off by another task
-                self._orphaned = True
-                self._drop_waiting()
-                raise
-        return None
+        """The next step, for a caller that logs it; None at the end, or where :meth:`rest` has ended the iteration."""
+        if self._is_over() or self._closed or (self.iterates and self._pausing):
+            return None
+        step = self._begin(logged=False)
+        try:
+            return await asyncio.shield(step)
+        except asyncio.CancelledError:
+            if step.cancelled():
+                return None  # it was put off by another task
+            self._orphaned = True
+            self._drop_waiting()
+            raise
 
     async def step(self, count: int) -> list[Step]:
         """``count`` optimizer steps, then rest; fewer where the run ends before. Skipped ones do not count."""
@@ -115,11 +142,22 @@ class Pace:
         self._start(None)
 
     async def pause(self) -> None:
-        """Rest; returns once the step that is being trained has ended, and its weights are live in every replica."""
-        if self._busy(self._many):
+        """Rest, and return when the weights of the last step are live in every replica."""
+        await self.rest()
+        try:
+            await self._loop.pause()
+        except ForgeError as error:
+            self._fail(error)
+
+    async def rest(self) -> None:
+        """Return once the step that is being trained has ended; one that has not begun is put off.
+
+        Ends the iteration of another task. A caller that rests between two steps of its own goes on by the next one.
+        """
+        others = self.iterates and asyncio.current_task() not in self._iteration
+        if others or self._busy(self._many) or self._busy(self._step):
             self._ask()
         await self.wait()
-        self._raise_failure()
 
     def hold(self) -> None:
         """Let whoever takes steps wait, from the next one on, until :meth:`let_go`; a step under way ends first."""
@@ -144,7 +182,8 @@ class Pace:
         self._raise_failure()
 
     async def close(self) -> None:
-        """Cancel whatever is under way."""
+        """Cancel whatever is under way; nothing is begun any more."""
+        self._closed = True
         tasks = [task for task in (self._many, self._step) if task is not None and not task.done()]
         for task in tasks:
             task.cancel()
@@ -182,6 +221,7 @@ class Pace:
     def _begin(self, logged: bool) -> asyncio.Task[Step | None]:
         if self._busy(self._step):
             raise RunStateError("a step is being taken already: `await run.wait()` returns when it is done.")
+        self._begun = self._orphaned = False
         self._step = asyncio.ensure_future(self._one(logged))
         self._step.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._step
@@ -190,14 +230,17 @@ class Pace:
         try:
             if not self._free.is_set():
                 await self._wait_until_free()
+            self._begun = True
             step = await self._take()
+            if step is not None and (logged or self._orphaned):
+                self._log(step)
+            if self._orphaned:
+                await self._loop.pause()
+            return step
         except ForgeError as error:
             self._fail(error)
         except Exception as error:  # a defect; the run cannot go on
             self._fail(RunFailed(f"a step failed: {error!r}"))
-        if step is not None and (logged or self._orphaned):
-            self._log(step)
-        return step
 
     async def _wait_until_free(self) -> None:
         self._held = True
@@ -210,6 +253,7 @@ class Pace:
     def _fail(self, error: ForgeError) -> NoReturn:
         if self._failure is None:
             self._failure = self._explain(error)
+        self._loop.fail(error)  # nothing is generated for it any more
         raise self._failure
 
     def _ask(self) -> None:
@@ -218,7 +262,7 @@ class Pace:
 
     def _drop_waiting(self) -> None:
         """End a step that has not begun."""
-        if self._step is not None and (self._loop.waiting or self._held):
+        if self._step is not None and (self._loop.waiting or not self._begun):
             self._step.cancel()
 
     def _raise_failure(self) -> None:

@@ -21,9 +21,9 @@ from forge_async.policy.turns import Diverged
 from forge_async.prepare import ensure_model, load_tokenizer, model_positions
 from forge_async.rollout.datasets import PromptSource
 from forge_async.rollout.environment import Environment, EnvironmentMaker, environment_maker, own_rows
-from forge_async.rollout.reward_names import check_reward_names
+from forge_async.rollout.names import check_names
 from forge_async.rollout.rollout import CLOSE_S
-from forge_async.run.checkpoints import Checkpoints
+from forge_async.run.checkpoints import Checkpoints, mark_exported
 from forge_async.run.engines import Engines
 from forge_async.run.recording import Recording
 from forge_async.steps import Step
@@ -80,8 +80,7 @@ class Parts:
         if not (config.reward.functions or config.rollout.environment or self._given_environment):
             allowed = "at least one module:function where rollout.environment is empty"
             raise ConfigError("reward.functions", config.reward.functions, allowed)
-        with prefix_errors("reward"):
-            check_reward_names(config.reward.specs)
+        check_names(config.reward, "" if self._given_environment else config.rollout.environment)
         await ensure_model(config.model)
         positions = model_positions(config.model.path)
         if positions is not None and config.policy.max_model_len > positions:
@@ -93,9 +92,10 @@ class Parts:
         self.first_version = state["version"] if state else 0
         if self.first_version >= config.steps:
             raise ConfigError("steps", config.steps, f"more than the checkpoint's version, {self.first_version}")
+        folder.forget_end()
         self.recording = Recording(config, folder)
         recorded = folder.schedule if config.metrics.record_schedule else None
-        self.journal = self.replay or Journal(recorded)
+        self.journal = self.replay or Journal(recorded, self.recording.console.warn)
         folder.write_config(to_yaml(config))
         self.recording.console.__enter__()
         self.monitor = Monitor(folder, config, self.record, self.recording.console, self._page)
@@ -190,7 +190,11 @@ class Parts:
         if not self.left:
             return None
         if self.buffer.paused or not loop.steps_done:
-            await recording.begin(self.engines.policy)
+            loop.waiting = True  # nothing has begun that could not be put off
+            try:
+                await recording.begin(self.engines.policy)
+            finally:
+                loop.waiting = False
         step = await loop.next_step()
         if step is None:
             assert loop.ended_early is not None
@@ -239,9 +243,10 @@ class Parts:
             await self.save_checkpoint()
         await self.loop.stop()
         if self.config.checkpoint.export_hf:
-            target = self.folder.path / "model"
+            target = self.folder.model
             self.recording.console.phase(f"exporting the model to {target}")
             await self.ask_trainer("export_hf", str(target))
+            mark_exported(target, self.loop.version)
 
     def explain(self, error: ForgeError) -> ForgeError:
         """A RunFailed that says how to go on, where the run has a folder; any other error as it is."""

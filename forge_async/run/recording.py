@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -41,15 +41,18 @@ class Recording:
     def __init__(self, config: Config, folder: RunFolder) -> None:
         self.config, self.folder = config, folder
         self.console = Console(config.steps, title=f"forge_async  {folder.path.name}", enabled=config.metrics.console)
-        self.events = EventLog(folder.events)
+        self.events = EventLog(folder.events, self.console.warn)
         self.tokenizer: Any = None
         self.steps = 0
-        """Noted by :meth:`note`."""
+        """Optimizer steps noted by :meth:`note`."""
+        self._batches = 0
+        """The same with those that were skipped."""
         self.last: Step | None = None
-        self.replicas: list[dict[str, Any]] = []
-        """Each replica's last status."""
+        self.replicas: dict[int, dict[str, Any]] = {}
+        """Each replica's last status, by its index; one that was never asked is not there."""
         self._metrics = MetricsLogger(folder.path, config.metrics, self.console.warn)
-        self._recorder = EpisodeRecorder(folder.episodes, config.metrics.episodes_per_step, config.seed)
+        per_step = config.metrics.episodes_per_step
+        self._recorder = EpisodeRecorder(folder.episodes, per_step, config.seed, self.console.warn)
         self.token_logprobs: dict[str, np.ndarray] = {}
         """Of the newest step's :meth:`sample`, by sequence: the trainer's log-probs before the step, float32 [T]."""
         self._seen: deque[tuple[int, Group]] = deque(maxlen=REMEMBERED_GROUPS)
@@ -63,28 +66,33 @@ class Recording:
 
     async def begin(self, policy: Service) -> None:
         """Count from now on: at the first step, and after a pause."""
-        for index, status in await self._statuses(policy):
+        await self.look(policy)
+        for index, status in self.replicas.items():
             self._idle.skip(f"generator {index}", status["busy_s"], status["idle_s"])
         self._read_counters()
         self._mark = time.monotonic()
 
     async def note(self, step: Step, policy: Service) -> None:
-        """Take the figures of a step that was just trained."""
+        """Take the figures of a step that was just trained, or skipped (of which the loop has written an event)."""
         now = time.monotonic()
         self._step_s, self._mark = now - self._mark, now
         self._wall_s += self._step_s
         self._wait_s += step.wait_s
         self._phase_s.update(step.stats.phase_s)
-        self.steps += 1
-        self.last = step
-        for index, status in await self._statuses(policy):
+        self._batches += 1
+        await self.look(policy)
+        for index, status in self.replicas.items():
             self._idle.update(f"generator {index}", status["busy_s"], status["idle_s"])
         self._rate = self._read_counters()
+        self.warn_truncated(step.truncated)
+        if step.stats.skipped:
+            return
+        self.steps += 1
+        self.last = step
         self._seen.extend((step.stats.version, group) for group in step.groups)
         self.events.write(
             "step", index=step.index, version=step.stats.version, reward=step.reward, staleness=step.staleness.max
         )
-        self.warn_truncated(step.truncated)
 
     def sample(self, step: Step) -> list[Episode]:
         """The episodes that :meth:`log` will record of ``step``."""
@@ -103,29 +111,58 @@ class Recording:
             self.console.warn(f"{share:.0%} of the {what} ended at {limits}: the task may need longer ones")
 
     async def look(self, policy: Service) -> None:
-        """Ask the replicas how they are, without counting anything."""
-        await self._statuses(policy)
-
-    async def _statuses(self, policy: Service) -> list[tuple[int, dict[str, Any]]]:
-        """Every replica's status; one that is being respawned keeps its last one."""
+        """Ask the replicas how they are, without counting anything; one that is being respawned keeps its last word."""
         for index, status in enumerate(await policy.fan_out("status", timeout=30.0)):
             if isinstance(status, dict):
-                self.replicas[index : index + 1] = [status]
-        return list(enumerate(self.replicas))
+                self.replicas[index] = status
 
     def _read_counters(self) -> float:
         """Tokens per second of all replicas since the last call."""
-        for index, status in enumerate(self.replicas):
+        for index, status in self.replicas.items():
             self._discarded.update(f"{index}", status["discarded_tokens"])
             self._recomputed.update(f"{index}", status["recomputed_tokens"])
-        return sum(self._generated.update(f"{i}", s["generated_tokens"]) for i, s in enumerate(self.replicas))
+        return sum(self._generated.update(f"{i}", s["generated_tokens"]) for i, s in self.replicas.items())
+
+    def _of_generators(self, share: Callable[[str], float | None]) -> list[float | None]:
+        """``share`` of every generator, by its name in the meter."""
+        return [share(f"generator {index}") for index in range(self.config.policy.num_replicas)]
 
     def log(self, step: Step, buffer: RolloutBuffer, more: dict[str, float]) -> None:
-        """Show a noted step and record it: metrics, sampled episodes, console. ``more`` are metrics of the caller's."""
-        index, trained = step.stats.version, step.stats.trained_tokens / max(self._step_s, 1e-9)
-        idle = [self._idle.window(f"generator {i}") for i in range(len(self.replicas))]
+        """Show a noted step and record it: sampled episodes, metrics, console. ``more`` are metrics of the caller's.
+
+        A skipped one made no version, and has no metrics: theirs would stand in the place of the step's before it.
+        """
+        index, skipped = step.stats.version, step.stats.skipped
+        trained = step.stats.trained_tokens / max(self._step_s, 1e-9)
+        idle = self._of_generators(self._idle.window)
+        dropped = "skipped_step" if skipped else ""
+        # Before the metrics: whoever sees the step there finds its episodes.
+        self._recorder.record(index, step.groups, self.tokenizer, step.sequences, self.token_logprobs, dropped)
+        if not skipped:
+            self._log_metrics(step, buffer, trained, idle, more)
+        self.console.step(
+            StepView(
+                step=index,
+                reward=step.reward,
+                staleness_mean=step.staleness.mean,
+                staleness_max=step.staleness.max,
+                generated_tokens_per_s=self._rate,
+                trained_tokens_per_s=trained,
+                buffer_ready=buffer.depth,
+                buffer_in_flight=buffer.in_flight,
+                idle_trainer=step.wait_s / step.wall_s,
+                idle_generators=idle,
+                step_s=self._step_s,
+                note="skipped: no token had a loss" if skipped else "",
+            )
+        )
+
+    def _log_metrics(
+        self, step: Step, buffer: RolloutBuffer, trained: float, idle: Sequence[float | None], more: dict[str, float]
+    ) -> None:
+        """A row of ``metrics.jsonl``; ``trained`` is in tokens per second."""
         self._metrics.log(
-            index,
+            step.stats.version,
             {
                 "reward": step.reward,
                 "reward_parts": step.reward_parts,
@@ -154,28 +191,11 @@ class Recording:
                 },
                 "idle": {
                     "trainer": step.wait_s / step.wall_s,
-                    **{f"generator_{i}": x or 0.0 for i, x in enumerate(idle)},
+                    **{f"generator_{i}": share for i, share in enumerate(idle) if share is not None},
                 },
                 "time": {"step": step.wall_s, "wait": step.wait_s, "publish": step.publish_s},
                 **more,
             },
-        )
-        self._recorder.record(index, step.groups, self.tokenizer, step.sequences, self.token_logprobs)
-        self.console.step(
-            StepView(
-                step=index,
-                reward=step.reward,
-                staleness_mean=step.staleness.mean,
-                staleness_max=step.staleness.max,
-                generated_tokens_per_s=self._rate,
-                trained_tokens_per_s=trained,
-                buffer_ready=buffer.depth,
-                buffer_in_flight=buffer.in_flight,
-                idle_trainer=step.wait_s / step.wall_s,
-                idle_generators=idle,
-                step_s=self._step_s,
-                note="skipped: no token had a loss" if step.stats.skipped else "",
-            )
         )
 
     def episodes(self, last: int | None) -> Listing[SeenEpisode]:
@@ -197,7 +217,7 @@ class Recording:
             rewards=tally.rewards,
             swaps=tally.swaps,
             swaps_in_flight=tally.swaps_in_flight,
-            aborted_by_swap=sum(status["aborted"] for status in self.replicas),
+            aborted_by_swap=sum(status["aborted"] for status in self.replicas.values()),
             trained_tokens=tally.trained_tokens,
             tokens_without_version=tally.tokens_without_version,
             discarded_tokens=int(self._discarded.total),
@@ -214,7 +234,7 @@ class Recording:
             retried=buffer.retried,
             selection_bias={name: item.to_dict() for name, item in buffer.ledger.selection().items()},
             idle_trainer=self._wait_s / wall_s,
-            idle_generators=[self._idle.share(f"generator {i}") for i in range(len(self.replicas))],
+            idle_generators=self._of_generators(self._idle.share),
             generated_tokens_per_s=self._generated.total / wall_s,
             trained_tokens_per_s=tally.trained_tokens / wall_s,
             phase_s=dict(self._phase_s),
@@ -222,17 +242,17 @@ class Recording:
         )
 
     def _advice(self, resources: Resources | None) -> Advice | None:
-        if not (self.steps and self.replicas and self._wall_s > 0):
+        idle = [share for share in self._of_generators(self._idle.share) if share is not None]
+        if not (self._batches and idle and self._wall_s > 0):
             return None
-        step_s = self._wall_s / self.steps
-        idle = [self._idle.share(f"generator {i}") for i in range(len(self.replicas))]
+        step_s = self._wall_s / self._batches
         fixed = sum(self._phase_s[name] for name in ("clip", "publish", "optimizer"))
         return advise(
             Measured(
                 step_s=step_s,
-                trainer_busy_s=step_s - self._wait_s / self.steps,
+                trainer_busy_s=step_s - self._wait_s / self._batches,
                 generators_busy_s=step_s * (1 - sum(idle) / len(idle)),
-                fixed_s=fixed / self.steps,
+                fixed_s=fixed / self._batches,
                 groups_per_step=self.config.buffer.groups_per_step,
                 max_staleness=self.config.buffer.max_staleness,
                 max_open_groups=self.config.buffer.max_open_groups,
@@ -249,11 +269,14 @@ class Recording:
         self._recorder.close()
 
     def conclude(self, summary: Summary, outcome: str) -> None:
-        """Draw the plot, write and print the summary."""
+        """Draw the plot, write and print the summary; what cannot be written (a full disk) costs a warning."""
         plot = None
-        if self.config.metrics.plot and self.steps:
-            bound, title = self.config.buffer.token_bound, self.folder.path.name
-            plot = plot_run(self.folder.metrics, self.folder.plot, title=title, staleness_bound=bound)
-        summary.write(self.folder.summary)
+        try:
+            summary.write(self.folder.summary)
+            if self.config.metrics.plot and self.steps:
+                bound, title = self.config.buffer.token_bound, self.folder.path.name
+                plot = plot_run(self.folder.metrics, self.folder.plot, title=title, staleness_bound=bound)
+        except OSError as error:
+            self.console.warn(f"the summary or the plot could not be written: {error}")
         if self.steps or outcome != "finished":  # else nothing was to be trained
             summary.print(self.folder.summary, plot)

@@ -38,6 +38,13 @@ def test_a_policy_service_answers_on_its_own(tiny_model: ModelFactory, tmp_path:
     assert len(re.findall(r"log-probs \[.*\], versions \[0[ 0]*\]", out)) == 4
 
 
+def test_the_buffer_is_usable_by_hand(tmp_path: Path) -> None:
+    out = start("buffer_by_hand", folder=tmp_path)
+    batches = re.findall(r"^version (\d) trains prompt-(\d+), prompt-(\d+)$", out, re.M)
+    assert batches == [("0", "1", "2"), ("1", "3", "4"), ("2", "5", "6"), ("3", "7", "8")], "all but the slow one"
+    assert out.splitlines()[-1] == "{'admitted': 11, 'trained': 8, 'dropped': {'run_ended': 2, 'stale': 1}}"
+
+
 def test_a_trainer_learns_from_a_file_of_scored_episodes(tiny_model: ModelFactory, tmp_path: Path) -> None:
     model = tiny_model("llama", tied=True)
     rows = [{"prompt": p, "completion": c, "reward": float(c == "2")} for p in ("101", "11") for c in ("1", "2", "3")]

@@ -66,7 +66,7 @@ def test_idle_meter_windows_and_total() -> None:
     assert meter.update("trainer", 14, 94) == 0.75
     assert meter.window("trainer") == 0.75
     assert meter.share("trainer") == 0.5  # busy 4, idle 4
-    assert meter.share("unknown") == 0.0
+    assert meter.share("unknown") is None
     assert meter.window("unknown") is None
 
 

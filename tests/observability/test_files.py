@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from forge_async.errors import ConfigError
 from forge_async.observability import EpisodeRecorder, EventLog, MetricsConfig, MetricsLogger, RunFolder
 from forge_async.observability.episodes import spans
 from forge_async.observability.jsonl import JsonLines, read
+from forge_async.observability.run_folder import write_whole
 from forge_async.types import Completion, Episode, Group, Prompt, Turn
 
 
@@ -68,6 +70,44 @@ def test_a_cut_line_longer_than_a_block_is_found(tmp_path: Path) -> None:
     path.write_text('{"n": 1}\n' + "x" * 200_000)
     JsonLines(path).close()
     assert path.read_text() == '{"n": 1}\n'
+
+
+def test_on_a_full_disk_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Files may not grow beyond a limit here: the first part of the line finds room, the rest none."""
+    path, limits = tmp_path / "a.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    warnings: list[str] = []
+    strict, lenient = JsonLines(path), JsonLines(tmp_path / "b.jsonl", warnings.append)
+    for lines in (strict, lenient):
+        lines.write({"n": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            strict.write({"n": 2})
+        for _ in range(3):
+            lenient.write({"n": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for lines in (strict, lenient):
+        lines.write({"n": 3})
+        lines.close()
+        assert lines.path.read_text() == '{"n": 1}\n{"n": 3}\n'
+    assert len(warnings) == 1 and "b.jsonl cannot be written, the run goes on" in warnings[0]
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_whole(tmp_path / "folder", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_resumed_run_has_no_end_yet(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.forget_end()
+    for path in (folder.summary, folder.status, folder.metrics):
+        path.write_text("{}")
+    folder.forget_end()
+    assert sorted(path.name for path in folder.path.iterdir()) == ["checkpoints", "metrics.jsonl"]
 
 
 def test_threads_lose_no_record(tmp_path: Path) -> None:

@@ -127,15 +127,6 @@ async def test_abort_returns_the_tokens_so_far(policy) -> None:
     assert completion.finish_reason == "abort" and 5 <= len(completion.token_ids) < 400
 
 
-async def test_drained_stats_are_those_since_the_last_time(policy) -> None:
-    actor, _, _ = policy
-    await actor.call_one("drain_stats")
-    await actor.call_one("generate", [9] * 9, SamplingConfig(max_tokens=7, ignore_eos=True))
-    stats = await actor.call_one("drain_stats")
-    assert (stats["generated_tokens"], stats["finished"], stats["swaps"], stats["swap_ms"]) == (7, 1, 0, [])
-    assert stats["busy_s"] > 0 and stats["idle_s"] > 0
-
-
 async def test_an_update_that_does_not_fit_names_the_tensor_and_stays_an_error(policy) -> None:
     """The replica follows no further versions after it."""
     actor, store, weights = policy

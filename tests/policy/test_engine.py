@@ -204,7 +204,7 @@ def test_status_counts(seen: Seen) -> None:
     assert (status["version"], status["swaps"]) == (2 + len(WAYS), 2 + len(WAYS))
     assert 2 <= status["swaps_in_flight"] <= status["swaps"]
     assert (status["aborted"], status["abort_requested"]) == (0, 2)
-    assert status["generated_tokens"] > 40 * 25 and status["busy_s"] > 0 and len(status["swap_ms"]) == status["swaps"]
+    assert status["generated_tokens"] > 40 * 25 and status["busy_s"] > 0 and len(status["swap_ms"]) == 1, "the last one"
 
 
 def test_a_dying_engine_fails_every_request_with_the_cause(seen: Seen) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forge_async.policy import turns
 from forge_async.policy.inbox import Inbox
 from forge_async.policy.turns import Diverged, TurnLog, TurnSchedule, read_turns
 
@@ -38,6 +39,23 @@ def recorded(tmp_path: Path) -> Path:
     inbox.take(runnable=True, sampled=13)
     inbox.close(RuntimeError("the end"))
     return tmp_path / "replica-0.jsonl"
+
+
+def test_a_log_that_cannot_be_written_ends_and_the_engine_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(file: Any, line: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    inbox = Inbox()
+    inbox.log = TurnLog(tmp_path / "replica-0.jsonl")
+    with monkeypatch.context() as patched:
+        patched.setattr(turns, "write_line", full)
+        inbox.post(*submit("a"))
+        assert len(inbox.take(runnable=True, sampled=0) or []) == 1
+    inbox.post(*submit("b"))
+    assert len(inbox.take(runnable=True, sampled=1) or []) == 1
+    assert (tmp_path / "replica-0.jsonl").read_bytes() == b"" and caplog.text.count("a replay will end there") == 1
 
 
 def replaying(path: Path) -> Inbox:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,22 @@ def sequence(advantage: float = 0.5) -> TrainingSequence:
 
 def stats(version: int = 1, loss: float = 0.1) -> StepStats:
     return StepStats(version, loss, 2.0, 1e-3, 1.0, 1.0, 0.0, 3.0, 3, 4, 0, wall_s=float(np.random.rand()))
+
+
+def test_a_schedule_that_cannot_be_written_any_more_ends_there_and_says_so_once(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    journal, path = Journal(tmp_path, warnings.append), tmp_path / "loop.jsonl"
+    journal.admitted("0-0")
+    before, limits = path.read_text(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))  # a disk that is nearly full
+    try:
+        journal.admitted("0-1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    journal.admitted("0-2")
+    journal.close()
+    assert path.read_text() == before, "neither a part of a line nor what follows a gap"
+    assert len(warnings) == 1 and "a replay will end here" in warnings[0]
 
 
 def write(run: Path, config: Config | None = None, device: str = "cpu") -> Journal:

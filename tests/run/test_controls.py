@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +40,7 @@ class Service:
         logprobs = np.full(len(ids), -0.5, np.float32)
         return Completion(ids, ids, logprobs, versions, versions, "stop", temperature=sampling.temperature)
 
-    async def fan_out(self, name: str, *args: Any) -> list[Any]:
+    async def fan_out(self, name: str, *args: Any, timeout: float = 0) -> list[Any]:
         self.told.append((name, *args))
         return [None, ReplicaDied("one is being respawned")]
 
@@ -139,6 +140,38 @@ async def test_a_request_whose_replica_dies_is_asked_again_with_its_own_draws(ti
     with pytest.raises(ForgeError, match="the prompt was not answered: replica 0: process 7 ended"):
         await generate(service, ids, SamplingConfig(), 1, tokenizer, "hand-1")
     assert len(service.requests) == ATTEMPTS and {seed for _, seed in service.requests} == {None}
+
+
+@pytest.mark.parametrize("ends", ["interrupted", "failed"])
+async def test_requests_whose_caller_has_left_are_aborted(tiny_llama: Path, ends: str) -> None:
+    tokenizer, ids = AutoTokenizer.from_pretrained(tiny_llama), np.array([40, 41], np.int32)
+
+    class Slow(Service):
+        left = 0
+
+        async def call(self, name: str, *args: Any, session: str = "") -> Any:
+            self.requests.append((args[2], args[3]))
+            if args[2] == "hand-7-0-0":
+                return await Service().call(name, *args)
+            if args[2] == "hand-7-2-0" and ends == "failed":
+                raise ForgeError("no replica is left")
+            try:
+                await asyncio.sleep(60)
+            finally:
+                self.left += 1
+
+    slow = Slow()
+    service: Any = slow
+    cell = asyncio.ensure_future(generate(service, ids, SamplingConfig(), 4, tokenizer, "hand-7"))
+    await asyncio.sleep(0.01)
+    if ends == "interrupted":
+        cell.cancel()
+    async with asyncio.timeout(5):
+        with pytest.raises(asyncio.CancelledError if ends == "interrupted" else ForgeError):
+            await cell
+    assert slow.left == (3 if ends == "interrupted" else 2) and len(asyncio.all_tasks()) == 1
+    aborted = {request for kind, request in slow.told if kind == "abort"}
+    assert aborted == {"hand-7-1-0", "hand-7-2-0", "hand-7-3-0"}, "the first one was answered"
 
 
 def test_text_messages_and_ids_become_the_prompt_that_each_means(tiny_llama: Path) -> None:

@@ -68,6 +68,44 @@ async def test_a_start_that_fails_leaves_a_stopped_run_that_cannot_be_started_ag
     await run.stop()
 
 
+async def test_an_environment_that_is_not_there_leaves_no_folder(tmp_path: Path, tiny_llama: Path) -> None:
+    settings = {"model.path": str(tiny_llama), "output_dir": str(tmp_path), "rollout.environment": "no_such:World"}
+    run = forge_async.launch(changed(Config(), settings))
+    with pytest.raises(ConfigError, match=r"rollout.environment = 'no_such:World': .* There is no no_such in "):
+        await run.start()
+    assert os.listdir(tmp_path) == []
+
+
+async def test_what_an_earlier_leg_said_at_its_end_is_gone_once_the_run_goes_on(
+    tmp_path: Path, tiny_llama: Path
+) -> None:
+    settings = {"model.path": str(tiny_llama), "output_dir": str(tmp_path), "policy.max_model_len": 64}
+    settings |= {"dashboard.enabled": False, "metrics.console": False, "metrics.tensorboard": False, "steps": 3}
+    settings |= {"policy.sampling.max_tokens": 8}
+
+    async def opened(**more: Any) -> Parts:
+        parts = Parts(changed(Config(), settings | more), None, None, PageControl(forge_async.launch(Config())))
+        try:
+            await parts.open()
+        finally:
+            await parts.take_apart("finished")
+        return parts
+
+    parts = await opened()
+    folder = parts.folder
+    state = {"source": parts.source.state(), "ledger": parts.buffer.ledger.state()}
+    checkpoint = folder.checkpoints / "version-000002"
+    checkpoint.mkdir()
+    (checkpoint / "forge.json").write_text(json.dumps({"version": 2, "extra": state}))
+    for path in (folder.summary, folder.status):
+        path.write_text("{}")
+    with pytest.raises(ConfigError, match="steps = 2: must be more than the checkpoint's version, 2"):
+        await opened(resume=str(folder.path), steps=2)
+    assert folder.summary.exists() and folder.status.exists(), "a run that was refused has changed nothing"
+    assert (await opened(resume=str(folder.path))).first_version == 2
+    assert not folder.summary.exists() and not folder.status.exists()
+
+
 async def test_rewards_are_named_where_no_environment_gives_any() -> None:
     run = forge_async.launch(changed(Config(), {"reward.functions": []}))
     with pytest.raises(
@@ -202,6 +240,63 @@ async def test_an_unstarted_run_can_be_left_by_cancelling_its_start(monkeypatch:
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert run.state == "stopped"
+
+
+async def test_a_stop_while_it_starts_gives_the_start_up_and_returns_when_all_is_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, done = forge_async.launch(Config()), []
+    opening, ending = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        opening.set()
+        await asyncio.sleep(60)
+
+    async def take_apart(outcome: str) -> None:
+        await ending.wait()
+        done.append(outcome)
+
+    monkeypatch.setattr(run.parts, "open", wait)
+    monkeypatch.setattr(run.parts, "take_apart", take_apart)
+    starting = asyncio.ensure_future(run.start())
+    await opening.wait()
+    stopping = [asyncio.ensure_future(run.stop()) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    assert not any(task.done() for task in stopping)
+    ending.set()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*stopping)
+        with pytest.raises(RunStateError, match="start: the run was stopped before it was up. Launch another one."):
+            await starting
+    assert (run.state, done) == ("stopped", ["interrupted"])
+    await run.stop()
+
+
+async def test_two_stops_at_once_end_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, done = forge_async.launch(Config()), []
+
+    async def save() -> None:
+        await asyncio.sleep(0.01)
+        done.append("saved")
+
+    async def take_apart(outcome: str) -> None:
+        await asyncio.sleep(0.01)
+        done.append(outcome)
+
+    async def nothing() -> None:
+        pass
+
+    monkeypatch.setattr(run.parts, "save", save)
+    monkeypatch.setattr(run.parts, "take_apart", take_apart)
+    pace: Any = SimpleNamespace(failure=None, rest=nothing, close=nothing)
+    run._pace, run._phase = pace, "up"
+    first, second = asyncio.ensure_future(run.stop()), asyncio.ensure_future(run.stop())
+    async with asyncio.timeout(5):
+        await second
+    assert done == ["saved", "finished"], "the second one has waited for the first"
+    await first
+    await run.stop()
+    assert done == ["saved", "finished"]
 
 
 def test_run_is_what_launch_makes() -> None:

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+import forge_async
+from forge_async.config import Config
 from forge_async.errors import ForgeError, RunFailed, RunStateError
+from forge_async.run.controls import PageControl
 from forge_async.run.pace import Pace
 
 
@@ -25,6 +28,7 @@ class Loop:
         self.skip: set[int] = set()
         self.batches = 0
         self.logged: list[int] = []
+        self.ended_early = ""
         self.pace = Pace(
             self,
             self.take,
@@ -54,6 +58,9 @@ class Loop:
 
     async def pause(self) -> None:
         self.paused += 1
+
+    def fail(self, error: ForgeError) -> None:
+        self.failure = self.failure or error
 
     async def until(self, name: str) -> None:
         async with asyncio.timeout(5):
@@ -95,7 +102,7 @@ async def test_a_running_run_is_not_stepped_and_pauses_after_the_step_being_trai
     assert not pausing.done() and loop.pace.state == "pausing"
     loop.trained.set()
     await pausing
-    assert (loop.version, loop.pace.state, loop.paused, loop.logged) == (1, "paused", 1, [1])
+    assert (loop.version, loop.pace.state, loop.paused > 0, loop.logged) == (1, "paused", True, [1])
     loop.pace.resume()
     await loop.pace.pause()
     assert loop.pace.state == "paused"
@@ -179,6 +186,18 @@ async def test_an_interrupted_cell_leaves_the_step_being_trained_to_end_and_be_l
     assert (loop.version, loop.logged, loop.pace.state) == (1, [1], "paused")
 
 
+async def test_steps_after_an_interrupted_wait_are_not_held_up():
+    loop = Loop(total=3)
+    loop.batch.clear()
+    cell = asyncio.ensure_future(loop.pace.next())
+    await loop.until("waiting")
+    cell.cancel()
+    await asyncio.gather(cell, return_exceptions=True)
+    loop.batch.set()
+    assert len(await loop.pace.step(3)) == 3
+    assert loop.paused == 1, "at the end, not after each of them"
+
+
 async def test_an_interrupted_loop_of_the_callers_own_loses_no_step():
     loop = Loop()
     loop.trained.clear()
@@ -192,6 +211,7 @@ async def test_an_interrupted_loop_of_the_callers_own_loses_no_step():
     loop.trained.set()
     await loop.pace.wait()
     assert loop.logged == [1], "nobody else logs it"
+    assert loop.paused == 1, "nothing is admitted after it"
     assert (await loop.pace.next()).stats.version == 2  # type: ignore[union-attr]
     assert loop.logged == [1], "the caller logs that one"
 
@@ -226,7 +246,155 @@ async def test_a_defect_is_told_as_a_failed_run():
     loop.pace._take = take
     with pytest.raises(RunFailed, match="ZeroDivisionError"):
         await loop.pace.step(1)
-    assert loop.pace.state == "failed"
+    assert loop.pace.state == "failed" and loop.failure is not None, "the loop generates nothing for it any more"
+
+
+async def test_a_step_that_cannot_be_logged_is_told_as_a_failed_run():
+    loop = Loop()
+
+    def log(step: Any) -> None:
+        raise ZeroDivisionError("oops")
+
+    loop.pace._log = log
+    loop.pace.resume()
+    for call in (loop.pace.wait, loop.pace.pause, lambda: loop.pace.step(1)):
+        with pytest.raises(RunFailed, match="ZeroDivisionError.* Resume with resume=there.$"):
+            await call()
+    assert loop.pace.state == "failed" and loop.version == 1 and loop.failure is not None
+
+
+class Caller:
+    """A loop of a caller's own in a task of its own; between two steps it is busy until the test says otherwise."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.seen, self.idle, self.between = loop, [], asyncio.Event(), asyncio.Event()
+        self.task = asyncio.ensure_future(self.main())
+
+    async def main(self) -> None:
+        pace = self.loop.pace
+        with pace.iteration():
+            while (step := await pace.next()) is not None:
+                self.seen.append(step.stats.version)
+                self.between.set()
+                await self.idle.wait()
+                self.between.clear()
+
+
+@pytest.mark.parametrize("where", ["held", "waiting", "between", "training"])
+async def test_a_pause_ends_the_iteration_of_another_task_wherever_that_is(where: str):
+    loop = Loop()
+    if where == "held":
+        loop.pace.hold()
+    if where == "waiting":
+        loop.batch.clear()
+    if where == "training":
+        loop.trained.clear()
+    caller = Caller(loop)
+    if where == "between":
+        await caller.between.wait()
+    elif where == "held":
+        await asyncio.sleep(0.01)
+    else:
+        await loop.until(where)
+    pausing = asyncio.ensure_future(loop.pace.pause())
+    await asyncio.sleep(0.01)
+    assert pausing.done() == (where != "training")
+    loop.trained.set()
+    caller.idle.set()
+    async with asyncio.timeout(5):
+        await pausing
+        await caller.task
+    assert caller.seen == ([1] if where in ("between", "training") else [])
+    assert (loop.version, loop.pace.state, loop.pace.iterates) == (len(caller.seen), "paused", False)
+    loop.pace.let_go()
+    loop.batch.set()
+    assert len(await loop.pace.step(1)) == 1, "and it can go on"
+
+
+async def test_a_pause_before_a_held_step_came_to_wait_does_not_wait_for_it():
+    loop = Loop()
+    loop.pace.hold()
+    caller = Caller(loop)
+    while loop.pace._step is None:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert loop.pace.state == "running", "it is not held yet"
+    async with asyncio.timeout(5):
+        await loop.pace.pause()
+        await caller.task
+    assert loop.version == 0
+
+
+async def test_a_caller_that_pauses_between_its_own_steps_goes_on_by_the_next():
+    loop = Loop(total=3)
+    seen = []
+    with loop.pace.iteration():
+        while (step := await loop.pace.next()) is not None:
+            seen.append(step.stats.version)
+            await loop.pace.pause()
+            assert loop.paused == len(seen), "nothing is admitted meanwhile"
+    assert seen == [1, 2, 3]
+
+
+async def test_an_iteration_that_is_closed_late_does_not_end_the_next_one():
+    loop = Loop()
+    first, second = loop.pace.iteration(), loop.pace.iteration()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert loop.pace.iterates
+    second.__exit__(None, None, None)
+    assert not loop.pace.iterates
+
+
+async def test_nothing_is_begun_after_the_end():
+    loop = Loop()
+    with loop.pace.iteration():
+        assert await loop.pace.next() is not None
+        await loop.pace.close()  # as a stop in the body of the loop does
+        assert await loop.pace.next() is None
+    assert loop.version == 1
+
+
+@pytest.mark.parametrize("busy", [True, False])
+async def test_the_pages_resume_takes_steps_only_where_nobody_iterates(busy: bool):
+    loop = Loop(total=3)
+    run = forge_async.launch(Config())
+    run._pace, run._phase = loop.pace, "up"
+    page, caller = PageControl(run), None
+    if busy:
+        caller = Caller(loop)
+        await caller.between.wait()
+        assert (loop.pace.state, page.state) == ("paused", "running")
+        page.hold()
+        assert page.state == "paused"
+    page.let_go()
+    if caller is not None:
+        assert page.state == "running"
+        caller.idle.set()
+        await caller.task
+        assert caller.seen == [1, 2, 3] and loop.logged == []
+    else:
+        await loop.pace.wait()
+        assert loop.logged == [1, 2, 3]
+
+
+@pytest.mark.parametrize("where", ["held", "waiting"])
+async def test_a_run_stopped_from_its_page_says_so_also_where_a_step_is_put_off(where: str):
+    loop, said = Loop(), []
+    loop.pace._is_over = lambda: bool(loop.ended_early)
+    parts = SimpleNamespace(loop=loop, recording=SimpleNamespace(console=SimpleNamespace(warn=said.append)))
+    page = PageControl(SimpleNamespace(require_up=lambda what: loop.pace, parts=parts))  # type: ignore[arg-type]
+    if where == "held":
+        page.hold()
+    else:
+        loop.batch.clear()
+    loop.pace.resume()
+    await asyncio.sleep(0.01)
+    assert loop.waiting == (where == "waiting")
+    page.end()
+    async with asyncio.timeout(5):
+        await loop.pace.wait()
+    assert said == ["The run was stopped from its page."] and loop.pace.state == "ended" and loop.version == 0
 
 
 async def test_close_leaves_no_task():

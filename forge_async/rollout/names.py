@@ -1,7 +1,7 @@
-"""Whether the reward functions that a config names are there, without running a line of them.
+"""Whether the reward functions and the environment that a config names are there, without running a line of them.
 
-Workers import them later, in processes of their own (:mod:`forge_async.rollout.reward_worker`); a misspelt name is
-told before an engine is started.
+They are imported later, rewards by workers (:mod:`forge_async.rollout.reward_worker`), the environment once the run has
+its folder; a misspelt name is told before that, and before an engine is started.
 """
 
 from __future__ import annotations
@@ -14,39 +14,58 @@ from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from forge_async.errors import ConfigError
-from forge_async.rollout.config import RewardSpec
+from forge_async.errors import ConfigError, prefix_errors
+from forge_async.rollout.config import RewardConfig
+
+EXTRAS = ("openenv", "verifiers")
+"""Packages whose environments are named ``package:name``."""
 
 
-def check_reward_names(specs: Sequence[RewardSpec], folder: str | None = None) -> None:
+def check_names(reward: RewardConfig, environment: str, folder: str | None = None) -> None:
     """Find the modules, ``folder`` (default: the working directory) after everything installed, and read their sources.
 
     What only running the module would tell (a name that it makes on import, a module without a source) passes.
 
+    Args:
+        environment: ``rollout.environment``; "" is none.
     Raises:
-        ConfigError: there is no such module or function, or the module is no Python.
+        ConfigError: there is no such module, function or class, or the module is no Python.
     """
     folder = folder or os.getcwd()
-    for index, spec in enumerate(specs):
-        key, (module, _, name) = f"functions[{index}]", spec.function.partition(":")
-        found, source = find_module(module, folder)
-        if not found:
-            raise ConfigError(
-                key, spec.function, "module:function with an importable module", f"There is no {module} in {folder}."
-            )
-        if source is None or source.suffix != ".py":
-            continue
-        try:
-            names = set(names_of(ast.parse(source.read_bytes()).body))
-        except SyntaxError as error:
-            remedy = f"{source}, line {error.lineno}: {error.msg}."
-            raise ConfigError(key, spec.function, "a module that imports", remedy) from error
-        if name not in names and not names & {"*", "__getattr__"}:
-            near = get_close_matches(name, names, 1)
-            remedy = (
-                f"Did you mean {module}:{near[0]}?" if near else f"It has: {', '.join(sorted(names)) or 'nothing'}."
-            )
-            raise ConfigError(key, spec.function, f"a function of {source}", remedy)
+    with prefix_errors("reward"):
+        for index, spec in enumerate(reward.specs):
+            check_name(f"functions[{index}]", spec.function, "function", folder)
+    with prefix_errors("rollout"):
+        if (kind := environment.partition(":")[0]) in EXTRAS:
+            if not find_module(kind, folder)[0]:
+                raise ConfigError("environment", environment, "an environment that is installed", install(kind))
+        elif environment:
+            check_name("environment", environment, "Class", folder)
+
+
+def install(extra: str) -> str:
+    """What to do about an environment's package that is missing."""
+    return f"Install the extra: pip install 'forge-async[{extra}]'; docs/rollout.md says which releases."
+
+
+def check_name(key: str, value: str, what: str, folder: str) -> None:
+    """Raise ConfigError where ``value``, ``module:name`` of a ``what``, is not there; see :func:`check_names`."""
+    module, _, name = value.partition(":")
+    found, source = find_module(module, folder)
+    if not found:
+        allowed = f"module:{what} with an importable module"
+        raise ConfigError(key, value, allowed, f"There is no {module} in {folder}.")
+    if source is None or source.suffix != ".py":
+        return
+    try:
+        names = set(names_of(ast.parse(source.read_bytes()).body))
+    except SyntaxError as error:
+        remedy = f"{source}, line {error.lineno}: {error.msg}."
+        raise ConfigError(key, value, "a module that imports", remedy) from error
+    if name not in names and not names & {"*", "__getattr__"}:
+        near = get_close_matches(name, names, 1)
+        remedy = f"Did you mean {module}:{near[0]}?" if near else f"It has: {', '.join(sorted(names)) or 'nothing'}."
+        raise ConfigError(key, value, f"a {what.lower()} of {source}", remedy)
 
 
 def find_module(name: str, folder: str) -> tuple[bool, Path | None]:

@@ -1,4 +1,4 @@
-"""A misspelt reward is told before anything starts, and nothing of the user's is run to find out."""
+"""A misspelt reward or environment is told before anything starts, and nothing of the user's is run to find out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from forge_async.errors import ConfigError
+from forge_async.rollout import names
 from forge_async.rollout.config import RewardConfig
-from forge_async.rollout.reward_names import check_reward_names
+from forge_async.rollout.names import check_names
 
 TASK = """
 raise SystemExit("importing it ends the process")
@@ -39,12 +40,30 @@ def folder(tmp_path: Path) -> Path:
 
 
 def check(name: str, folder: Path) -> None:
-    check_reward_names(RewardConfig(functions=[name]).specs, str(folder))
+    check_names(RewardConfig(functions=[name]), "", str(folder))
 
 
 @pytest.mark.parametrize("name", ["exact", "slow", "Judge", "close", "below", "rounded", "matcher", "math"])
 def test_what_a_module_defines_is_found_without_running_it(folder: Path, name: str) -> None:
     check(f"seen_task:{name}", folder)
+
+
+def test_an_environment_is_looked_for_in_the_same_way(folder: Path) -> None:
+    rewards = RewardConfig(functions=[])
+    for there in ("", "seen_task:Judge", "forge_async.rollout.environment:Environment"):
+        check_names(rewards, there, str(folder))
+    for name, words in (
+        ("seen_tsk:Judge", r"rollout.environment = 'seen_tsk:Judge': .* There is no seen_tsk in "),
+        ("seen_task:Jugde", r"rollout.environment = .*: must be a class of .* Did you mean seen_task:Judge\?"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_names(rewards, name, str(folder))
+
+
+def test_an_environment_whose_extra_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "find_module", lambda name, folder: (False, None))
+    with pytest.raises(ConfigError, match=r"pip install 'forge-async\[openenv\]'"):
+        check_names(RewardConfig(functions=[]), "openenv:http://localhost:1")
 
 
 def test_installed_modules_and_what_only_their_import_would_tell_pass(folder: Path) -> None:

@@ -33,12 +33,15 @@ import psutil
 from forge_async.config import Config, load_config
 from forge_async.dashboard.config import DashboardConfig
 from forge_async.dashboard.serve import Beside
+from forge_async.dashboard.view import DRAWN
 from forge_async.observability.run_folder import RunPaths
 from forge_async.run import Run, launch
 from forge_async.testing.run_folder import write_run
 
 EVERYTHING = (".stage", ".u-over", ".timeline canvas", ".list .item .reward", ".token", ".events li time")
 """What the panels show once they have figures."""
+
+KEYS = ",".join(DRAWN)
 
 SCROLL = """
 ([from, to, frames]) => new Promise(done => {
@@ -122,7 +125,7 @@ def opening(folder: Path, steps: int, episodes: int, repeats: int) -> dict[str, 
 
 
 class Viewer:
-    """Asks for the state every two seconds, as an open page does."""
+    """Asks every two seconds for what is new, as an open page does."""
 
     def __init__(self, url: str) -> None:
         self.url, self.watching = url, False
@@ -131,11 +134,18 @@ class Viewer:
         self._thread.start()
 
     def _main(self) -> None:
+        had = ""
         while not self._stop.wait(2.0):
             if self.watching:
-                for path in ("api/state?keys=reward,train/loss", "api/timeline?pixels=1000", "api/episodes?count=200"):
-                    with urllib.request.urlopen(self.url + path, timeout=10) as answer:
-                        answer.read()
+                metrics, events = (state := self._get(f"api/state?keys={KEYS}{had}"))["metrics"], state["events"]
+                had = f"&row={metrics['row'] + len(metrics['steps'])}&generation={metrics['generation']}"
+                had += f"&event={events['count']}&events={events['generation']}"
+                self._get("api/timeline?pixels=1000")
+                self._get("api/episodes?count=200")
+
+    def _get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            return json.loads(answer.read())
 
     def stop(self) -> None:
         self._stop.set()

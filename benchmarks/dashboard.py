@@ -3,7 +3,7 @@
 ``python benchmarks/dashboard.py [--only open|cost] [--config configs/grpo_tiny.yaml] [--pairs 16] [key=value ...]``
 
 *open*: a made-up folder with 100,000 episodes and 10,000 steps. Seconds from asking for a page until every panel has
-its figures, of a server that has just started and has read nothing, and of one that has; then the time between frames
+its figures, of a server that has just begun to listen, and once more; then the time between frames
 while the list of episodes is scrolled over all of its length, beside that of the same motion over its first rows.
 
 *cost*: one run, in turns watched and not, some steps each: what it trains per second, in pairs of neighbours. Watched
@@ -101,7 +101,7 @@ def opening(folder: Path, steps: int, episodes: int, repeats: int) -> dict[str, 
     print(f"\n{'':34}{'median':>8}{'worst':>8}")
     for name, words in (
         ("server", "the server listens, s"),
-        ("first", "all panels, nothing read, s"),
+        ("first", "all panels, just started, s"),
         ("again", "again, s"),
     ):
         print(f"{words:34}{rows[name]:8.2f}{max(found[name]):8.2f}")

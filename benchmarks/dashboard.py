@@ -3,7 +3,7 @@
 ``python benchmarks/dashboard.py [--only open|cost] [--config configs/grpo_tiny.yaml] [--pairs 16] [key=value ...]``
 
 *open*: a made-up folder with 100,000 episodes and 10,000 steps. Seconds from asking for a page until every panel has
-its figures, of a server that has just started and has read nothing, and of one that has; then the time between frames
+its figures, of a server that has just begun to listen, and once more; then the time between frames
 while the list of episodes is scrolled over all of its length, beside that of the same motion over its first rows.
 
 *cost*: one run, in turns watched and not, some steps each: what it trains per second, in pairs of neighbours. Watched
@@ -33,12 +33,15 @@ import psutil
 from forge_async.config import Config, load_config
 from forge_async.dashboard.config import DashboardConfig
 from forge_async.dashboard.serve import Beside
+from forge_async.dashboard.view import DRAWN
 from forge_async.observability.run_folder import RunPaths
 from forge_async.run import Run, launch
 from forge_async.testing.run_folder import write_run
 
 EVERYTHING = (".stage", ".u-over", ".timeline canvas", ".list .item .reward", ".token", ".events li time")
 """What the panels show once they have figures."""
+
+KEYS = ",".join(DRAWN)
 
 SCROLL = """
 ([from, to, frames]) => new Promise(done => {
@@ -98,7 +101,7 @@ def opening(folder: Path, steps: int, episodes: int, repeats: int) -> dict[str, 
     print(f"\n{'':34}{'median':>8}{'worst':>8}")
     for name, words in (
         ("server", "the server listens, s"),
-        ("first", "all panels, nothing read, s"),
+        ("first", "all panels, just started, s"),
         ("again", "again, s"),
     ):
         print(f"{words:34}{rows[name]:8.2f}{max(found[name]):8.2f}")
@@ -122,7 +125,7 @@ def opening(folder: Path, steps: int, episodes: int, repeats: int) -> dict[str, 
 
 
 class Viewer:
-    """Asks for the state every two seconds, as an open page does."""
+    """Asks every two seconds for what is new, as an open page does."""
 
     def __init__(self, url: str) -> None:
         self.url, self.watching = url, False
@@ -131,11 +134,18 @@ class Viewer:
         self._thread.start()
 
     def _main(self) -> None:
+        had = ""
         while not self._stop.wait(2.0):
             if self.watching:
-                for path in ("api/state?keys=reward,train/loss", "api/timeline?pixels=1000", "api/episodes?count=200"):
-                    with urllib.request.urlopen(self.url + path, timeout=10) as answer:
-                        answer.read()
+                metrics, events = (state := self._get(f"api/state?keys={KEYS}{had}"))["metrics"], state["events"]
+                had = f"&row={metrics['row'] + len(metrics['steps'])}&generation={metrics['generation']}"
+                had += f"&event={events['count']}&events={events['generation']}"
+                self._get("api/timeline?pixels=1000")
+                self._get("api/episodes?count=200")
+
+    def _get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            return json.loads(answer.read())
 
     def stop(self) -> None:
         self._stop.set()

@@ -5,25 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import math
+import mimetypes
 import re
 import time
 from collections.abc import Awaitable, Callable
-from http.cookies import SimpleCookie
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, QueryParams
-from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.requests import Request, cookie_parser
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
 
 from forge_async.dashboard.commands import Commands, send_command
 from forge_async.dashboard.episodes import ORDERS
-from forge_async.dashboard.view import RunView
+from forge_async.dashboard.view import DRAWN, RunView
+from forge_async.observability.jsonl import to_plain
 
 STATIC = Path(__file__).parent / "static"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -42,6 +43,16 @@ REFUSED = """<!doctype html><meta charset="utf-8"><meta name="viewport" content=
 <title>forge_async</title><h1>A token is needed</h1>
 <p>{reason}</p>
 <p>Open the address that was printed when the dashboard was started; it ends with <code>?token=...</code></p>"""
+
+
+class Answer(JSONResponse):
+    """What lines of other programs may hold, and JSON may not, is made plain: NaN, half a surrogate pair."""
+
+    def render(self, content: Any) -> bytes:
+        try:
+            return super().render(content)
+        except ValueError:
+            return json.dumps(to_plain(content), allow_nan=False).encode()
 
 
 class Guard:
@@ -84,15 +95,15 @@ class Guard:
             return JSONResponse({"error": f"this dashboard is served to {', '.join(LOOPBACK)} only"}, 421)
         if "token" in query and self._is_token(query["token"]):
             answer = RedirectResponse(path, 303)
-            answer.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
+            # Lax, as strict ones are not sent after a click on a link elsewhere; what changes anything is a POST.
+            answer.set_cookie(self.cookie, self.token, httponly=True, samesite="lax")
             return answer
-        cookies: SimpleCookie = SimpleCookie()
-        cookies.load(headers.get("cookie", ""))
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        if self.cookie in cookies:
-            given = given or cookies[self.cookie].value
-        if self._is_token(given):
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        cookie = cookie_parser(headers.get("cookie", "")).get(self.cookie, "")
+        given = [bearer.strip() if scheme.lower() == "bearer" else "", cookie]
+        if any(map(self._is_token, given)):
             return None
+        given = list(filter(None, given))
         reason = "The token is wrong." if given or "token" in query else "This dashboard was opened without its token."
         if path.startswith("/api/"):
             return JSONResponse({"error": reason}, 401)
@@ -111,39 +122,41 @@ def make_app(view: RunView, port: int, token: str | None = None, control: bool =
         control: whether the page may pause and stop the run.
     """
 
-    async def page(request: Request) -> Response:
-        return FileResponse(STATIC / "index.html")
+    files = {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in STATIC.rglob("*") if path.is_file()}
+
+    async def file(request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
+        if name not in files:
+            return JSONResponse({"error": "there is no such file"}, 404)
+        return Response(files[name], media_type=mimetypes.guess_type(name)[0] or "text/plain")
 
     def state(request: Request) -> Response:
         query = request.query_params
-        keys = [key for key in query.get("keys", "").split(",") if key][:100]
-        found = view.state(
-            _whole(query, "row") or 0, _whole(query, "generation") or 0, _whole(query, "event") or 0, keys
-        )
-        return JSONResponse({**found, "control": control})
+        keys = [key for key in query["keys"].split(",") if key][:100] if "keys" in query else DRAWN
+        row, generation, event = (_whole(query, name) or 0 for name in ("row", "generation", "event"))
+        found = view.state(row, generation, event, keys, _whole(query, "events") or 0)
+        return Answer({**found, "control": control})
 
     def episodes(request: Request) -> Response:
         query = request.query_params
-        return JSONResponse(
+        return Answer(
             view.episode_rows(
                 max(0, _whole(query, "start") or 0),
                 max(0, min(1000, _whole(query, "count") or 200)),
                 _order(query),
                 query.get("mixed") == "1",
                 _whole(query, "step"),
-                _number(query, "lowest"),
+                _whole(query, "of"),
             )
         )
 
     def episode(request: Request) -> Response:
         record = view.episode(int(request.path_params["index"]))
-        return JSONResponse({"error": "there is no such episode"}, 404) if record is None else JSONResponse(record)
+        return JSONResponse({"error": "there is no such episode"}, 404) if record is None else Answer(record)
 
     def timeline(request: Request) -> Response:
         query = request.query_params
-        return JSONResponse(
-            view.timeline(_number(query, "start"), _number(query, "end"), _whole(query, "pixels") or 1000)
-        )
+        return Answer(view.timeline(_number(query, "start"), _number(query, "end"), _whole(query, "pixels") or 1000))
 
     def figures(request: Request) -> Response:
         from forge_async.dashboard.prometheus import CONTENT_TYPE, exposition
@@ -167,13 +180,13 @@ def make_app(view: RunView, port: int, token: str | None = None, control: bool =
         return JSONResponse({"outcome": "the run has not answered yet; its event log will tell"}, 202)
 
     routes: list[Any] = [
-        Route("/", page),
+        Route("/", file),
         Route("/api/state", _told(state)),
         Route("/api/episodes", _told(episodes)),
         Route("/api/episodes/{index:int}", _told(episode)),
         Route("/api/timeline", _told(timeline)),
         Route("/metrics", _told(figures)),
-        Mount("/static", StaticFiles(directory=STATIC)),
+        Route("/static/{name:path}", file),
     ]
     if control:
         routes.append(Route("/api/control/{name}", command, methods=["POST"]))

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from forge_async.dashboard.tables import Table
+from forge_async.dashboard.tables import NO_LINE, Table
 
-NUMBER = rb'(-?[\d.]+(?:[eE][-+]?\d+)?|"-?(?:nan|inf)")'
+NUMBER = rb'(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|"-?(?:nan|inf)")'
 EPISODE_HEAD = re.compile(
-    rb'\{"step": (\d+), "episode_id": "((?:[^"\\]|\\.)*)", "reward": '
+    rb'\{"step": (\d{1,9}), "episode_id": "((?:[^"\\]|\\.)*)", "reward": '
     + NUMBER
-    + rb', "tokens": (\d+), "oldest": (-?\d+), '
-    rb'"newest": (-?\d+),'
+    + rb', "tokens": (\d{1,9}), "oldest": (-?\d{1,9}), '
+    rb'"newest": (-?\d{1,9}),'
 )
 """What ``EpisodeRecorder`` writes first."""
 
@@ -47,10 +47,9 @@ class EpisodeTable(Table):
     def update(self) -> None:
         """Take in where new lines begin."""
         for starts in self.file.new_starts():
-            if self.file.restarts != self._restarts:
-                self._restarts = self.file.restarts
-                self.clear()
+            self._follow_restart()
             self.offsets.frombytes(starts.astype(np.int64).tobytes())
+        self._follow_restart()
 
     def index(self, most: int | None = None) -> bool:
         """Fill the columns for lines that are not in them yet, ``most`` at a time; True when none is left."""
@@ -79,24 +78,23 @@ class EpisodeTable(Table):
         with self.file.path.open("rb") as file:
             for index in indices.tolist():
                 step, identity, reward, *rest = self._head(file.fileno(), self.offsets[index])
-                found.append([index, step, identity, None if math.isnan(reward) else reward, *rest])
+                found.append([index, step, identity, reward if math.isfinite(reward) else None, *rest])
         return found
 
-    def select(self, order: str, mixed: bool, step: int | None, lowest: float | None) -> np.ndarray:
-        """int64 [N]: episodes in ``order`` (one of :data:`ORDERS`), of those with several versions (``mixed``),
-        of one step, with at least the reward ``lowest``."""
-        if order in ("newest", "oldest") and not mixed and step is None and lowest is None:
-            everything = np.arange(len(self))
+    def select(self, order: str, mixed: bool, step: int | None, of: int | None = None) -> np.ndarray:
+        """int64 [N]: episodes in ``order`` (one of :data:`ORDERS`), of those with several versions (``mixed``), of one
+        step, of the first ``of`` in the file (None: of all)."""
+        of = len(self) if of is None else min(of, len(self))
+        if order in ("newest", "oldest") and not mixed and step is None:
+            everything = np.arange(of)
             return everything if order == "oldest" else everything[::-1]
         self.index()
-        rewards, steps = np.frombuffer(self.rewards), np.frombuffer(self.steps, np.int32)
+        rewards, steps = np.frombuffer(self.rewards)[:of], np.frombuffer(self.steps, np.int32)[:of]
         keep = steps != UNREADABLE
         if mixed:
-            keep &= np.frombuffer(self.oldest, np.int32) != np.frombuffer(self.newest, np.int32)
+            keep &= (np.frombuffer(self.oldest, np.int32) != np.frombuffer(self.newest, np.int32))[:of]
         if step is not None:
             keep &= steps == step
-        if lowest is not None:
-            keep &= rewards >= lowest
         chosen = np.flatnonzero(keep)
         if order in ("best", "worst"):
             values = np.nan_to_num(rewards[chosen], nan=-np.inf)
@@ -105,7 +103,12 @@ class EpisodeTable(Table):
 
     def record(self, index: int) -> dict[str, Any]:
         """One whole episode. Raises ValueError where its line is none."""
-        record: dict[str, Any] = json.loads(self.file.line_at(self.offsets[index]))
+        try:
+            record = json.loads(self.file.line_at(self.offsets[index]))
+        except RecursionError:
+            record = None
+        if not isinstance(record, dict):
+            raise ValueError("this line is not readable")
         return record
 
     def _head(self, descriptor: int, offset: int) -> tuple[int, str, float, int, int, int]:
@@ -113,13 +116,23 @@ class EpisodeTable(Table):
         found = EPISODE_HEAD.match(os.pread(descriptor, HEAD_BYTES, offset))
         if found is not None:
             step, identity, reward, tokens, oldest, newest = found.groups()
-            name = identity.decode(errors="replace") if b"\\" not in identity else json.loads(b'"' + identity + b'"')
+            name = identity.decode(errors="replace") if b"\\" not in identity else _text(identity)
             return int(step), name, float(reward.strip(b'"')), int(tokens), int(oldest), int(newest)
         try:  # a long or an odd one
             record = json.loads(self.file.line_at(offset))
-            versions = [version for turn in record["turns"] for version, _ in turn["versions"]] or [0]
-            tokens = sum(turn["tokens"] for turn in record["turns"])
-            reward = float(record["reward"])
-            return int(record["step"]), str(record["episode_id"]), reward, tokens, min(versions), max(versions)
-        except (ValueError, TypeError, KeyError):
+            versions = [int(version) for turn in record["turns"] for version, _ in turn["versions"]] or [0]
+            tokens = sum(int(turn["tokens"]) for turn in record["turns"])
+            step, oldest, newest = int(record["step"]), min(versions), max(versions)
+            if max(step, tokens, abs(oldest), abs(newest)) >= 2**31 or step < 0:
+                raise ValueError("no such numbers")
+            return step, str(record["episode_id"]), float(record["reward"]), tokens, oldest, newest
+        except NO_LINE:
             return UNREADABLE, "this line is not readable", math.nan, 0, 0, 0
+
+
+def _text(escaped: bytes) -> str:
+    """A JSON string's text; as it stands where it is none."""
+    try:
+        return str(json.loads(b'"' + escaped + b'"'))
+    except ValueError:
+        return escaped.decode(errors="replace")

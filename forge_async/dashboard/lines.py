@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,14 +14,15 @@ NEWLINE = 10
 
 
 class GrowingFile:
-    """Reads a file in steps. A missing file is an empty one; one that shrank is read anew."""
+    """Reads a file in steps. A missing file is an empty one; one that shrank, or is another one, is read anew."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.offset = 0
         """Bytes read: the end of the last whole line."""
         self.restarts = 0
-        """How often the file shrank: what was read before counts no more."""
+        """How often the file was made anew: what was read before counts no more."""
+        self._inode = 0
 
     @property
     def exists(self) -> bool:
@@ -44,8 +46,10 @@ class GrowingFile:
         """(Offset, whole lines) of what was not read before."""
         try:
             with self.path.open("rb") as file:
-                if file.seek(0, 2) < self.offset:
+                found = os.fstat(file.fileno())
+                if self.offset and (found.st_size < self.offset or found.st_ino != self._inode):
                     self.offset, self.restarts = 0, self.restarts + 1
+                self._inode = found.st_ino
                 first = file.seek(self.offset)
                 rest = b""
                 while chunk := file.read(CHUNK_BYTES):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -40,9 +41,10 @@ def bind(host: str, port: int, next_ports: int = 0) -> socket.socket:
     """A socket that listens on ``port``, or on one of the ``next_ports`` after it where that is taken.
 
     Raises:
-        ForgeError: none is free, or ``host`` is not this machine's.
+        ForgeError: none is free, ``host`` is not this machine's, or the port is for others.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    taken_because = ""
     for number in range(port, min(port + next_ports, 65535) + 1):
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -50,15 +52,18 @@ def bind(host: str, port: int, next_ports: int = 0) -> socket.socket:
             listening.bind((host, number))
             listening.listen(128)
             return listening
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             listening.close()
-            if number == port:
-                first = error
+            reason = getattr(error, "strerror", None) or str(error)
+            if not isinstance(error, OSError) or error.errno != errno.EADDRINUSE:  # the next port would not do either
+                raise ForgeError(
+                    f"the dashboard cannot listen on {host}:{number}: {reason}. Give an address of this machine with "
+                    "--host, and a port above 1023 with --port (dashboard.host and dashboard.port of a run)"
+                ) from error
+            taken_because = reason
     tried = f"ports {port} to {port + next_ports} are" if next_ports else f"port {port} is"
-    if not next_ports and first.errno not in (98, 48):  # EADDRINUSE on Linux and macOS
-        raise ForgeError(f"the dashboard cannot listen on {host}:{port}: {first.strerror}")
     raise ForgeError(
-        f"the dashboard's {tried} not free on {host} ({first.strerror}): another dashboard may be running. Choose "
+        f"the dashboard's {tried} not free on {host} ({taken_because}): another dashboard may be running. Choose "
         "another one with --port (dashboard.port of a run)"
     )
 
@@ -89,22 +94,22 @@ def options_named() -> Iterator[None]:
         raise ConfigError(f"--{error.key}", error.value, error.allowed, error.remedy) from None
 
 
-def serve(folder: Path, listening: socket.socket, token: str | None, control: bool) -> None:
-    """Serve until interrupted (or, in the process beside a run, until that ends)."""
+def make_server(folder: Path, listening: socket.socket, token: str | None, control: bool) -> Callable[[], None]:
+    """What serves until interrupted (or, in the process beside a run, until that ends). All that it needs is loaded
+    when this returns, so that it answers at once."""
+    sys.setswitchinterval(0.001)  # reading ahead must not hold answers up
+    from forge_async.dashboard.view import RunView
+
+    view = RunView(folder)
+    view.read_ahead()
     import uvicorn
 
     from forge_async.dashboard.app import make_app
-    from forge_async.dashboard.view import RunView
 
-    port = listening.getsockname()[1]
-    sys.setswitchinterval(0.001)  # reading ahead must not hold answers up
-    view = RunView(folder)
-    view.read_ahead()
-    app = make_app(view, port, token, control)
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", loop="asyncio", http="h11", ws="none"
-    )
-    uvicorn.Server(config).run(sockets=[listening])
+    app = make_app(view, listening.getsockname()[1], token, control)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none")
+    config.load()
+    return lambda: uvicorn.Server(config).run(sockets=[listening])
 
 
 def open_dashboard(
@@ -123,8 +128,9 @@ def open_dashboard(
         listening, url = _listen(run, port, PORT if port is None else port, host, token or "")
     moved = taken(PORT, listening) if port is None else ""
     with contextlib.suppress(KeyboardInterrupt):  # how a server is ended
+        serve = make_server(run, listening, url.token, control)
         print(f"dashboard of {run}: {url.text}{moved}", flush=True)
-        serve(run, listening, url.token, control)
+        serve()
 
 
 def serve_beside(arguments: list[str] | None = None) -> None:
@@ -140,10 +146,11 @@ def serve_beside(arguments: list[str] | None = None) -> None:
     except ForgeError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return
+    serve = make_server(options.run, listening, url.token, options.control)
     answer = {"url": url.text, "port": listening.getsockname()[1], "moved": taken(options.port, listening)}
     print(json.dumps(answer), flush=True)
     threading.Thread(target=_end_with_standard_input, daemon=True).start()
-    serve(options.run, listening, url.token, options.control)
+    serve()
 
 
 def _listen(run: Path, asked: int | None, port: int, host: str, token: str) -> tuple[socket.socket, Url]:

@@ -15,12 +15,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from forge_async.dashboard.lines import GrowingFile
 
 KIND, REPLICA = re.compile(rb'"kind": "([^"\\]+)"'), re.compile(rb'"replica": (\d+)')
 
 RECENT_EVENTS = 300
 
+NO_LINE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+"""What lines raise that are no JSON, or JSON of something else."""
 
 NO_NUMBERS = ("nan", "inf", "-inf")
 """How figures that are not finite are written."""
@@ -43,22 +47,27 @@ class Table:
     def update(self) -> None:
         """Take in what is new."""
         for offset, line in self.file.new_lines():
-            if self.file.restarts != self._restarts:
-                self._restarts = self.file.restarts
-                self.clear()
+            self._follow_restart()
             if not line or line.isspace():
                 continue
             try:
                 self.take(offset, line)
-            except (ValueError, TypeError, KeyError):
+            except NO_LINE:
                 self.broken += 1
+        self._follow_restart()
+
+    def _follow_restart(self) -> None:
+        """Forget what there was where the file was made anew."""
+        if self.file.restarts != self._restarts:
+            self._restarts, self.broken = self.file.restarts, 0
+            self.clear()
 
     def clear(self) -> None:
         """Forget everything: the file was made anew."""
         raise NotImplementedError
 
     def take(self, offset: int, line: bytes) -> None:
-        """One more line. Raises ValueError, TypeError or KeyError where it is none of this table's."""
+        """One more line. Raises one of :data:`NO_LINE` where it is none of this table's."""
         raise NotImplementedError
 
 
@@ -92,13 +101,15 @@ class MetricsTable(Table):
         """Keep these series, too; the file is read once more for new ones."""
         new = [key for key in keys if key not in self.columns]
         if new:
+            if self.file.offset:
+                self.update()  # so that it shows whether the file is still the one that was read
             self.columns |= {key: [] for key in new}
             self.clear()
-            self.file.offset = 0
+            self.file.offset = self.broken = 0
 
     def take(self, offset: int, line: bytes) -> None:
         row = json.loads(line)
-        step = int(row.pop("step"))
+        step = _step_of(row.pop("step"))
         if self.steps and step <= self.steps[-1]:  # a resume goes back
             self._rewritten += 1
             keep = bisect.bisect_left(self.steps, step)
@@ -114,9 +125,9 @@ class MetricsTable(Table):
         row["step"] = step
         self.last = row
 
-    def since(self, row: int, keys: list[str]) -> dict[str, list[float | None]]:
+    def since(self, row: int, keys: Iterable[str]) -> dict[str, list[float | None]]:
         """The columns ``keys`` from ``row`` on, six digits each."""
-        return {key: [None if v is None else float(f"{v:.6g}") for v in self.columns[key][row:]] for key in keys}
+        return {key: _rounded(self.columns[key][row:]) for key in keys}
 
 
 class EventTable(Table):
@@ -143,13 +154,15 @@ class EventTable(Table):
         self._newest[kind] = line
         self._recent.append((self.count, line))
         if kind == "start":
-            self._newest.pop("end", None)  # a resumed run goes on
+            for older in ("end", "ready", "published"):  # of the process before: a resumed run goes on
+                self._newest.pop(older, None)
+            self._swaps.clear()
         elif kind == "swapped" and (replica := REPLICA.search(line)):
             index = int(replica[1])
             self._swaps[index] = (self._swaps[index][0] + 1 if index in self._swaps else 1, line)
 
     def newest(self, kind: str) -> dict[str, Any] | None:
-        """The last event of a kind; ``end`` counts until a resume."""
+        """The last event of a kind; ``ready``, ``published`` and ``end`` count until a resume."""
         line = self._newest.get(kind)
         return None if line is None else _event(line)
 
@@ -159,7 +172,7 @@ class EventTable(Table):
 
     @property
     def swaps(self) -> dict[int, dict[str, Any]]:
-        """By replica: how many, and the last one's version, digest and pause."""
+        """By replica of the last process: how many, and the last one's version, digest and pause."""
         return {replica: {**_event(line), "count": count} for replica, (count, line) in self._swaps.items()}
 
 
@@ -167,8 +180,15 @@ def _event(line: bytes) -> dict[str, Any]:
     try:
         event: dict[str, Any] = json.loads(line)
         return event
-    except ValueError:
+    except NO_LINE:
         return {"kind": "unreadable", "at": 0.0}
+
+
+def _step_of(value: Any) -> int:
+    step = int(value)
+    if not 0 <= step < 2**31:
+        raise ValueError("no step")
+    return step
 
 
 def _number(value: Any) -> float | None:
@@ -178,3 +198,13 @@ def _number(value: Any) -> float | None:
         except (TypeError, ValueError):
             return None
     return value if math.isfinite(value) else None
+
+
+def _rounded(values: list[float | None]) -> list[float | None]:
+    """To six digits, all at once: there may be very many."""
+    exact = np.array(values, dtype=np.float64)  # None: NaN
+    with np.errstate(all="ignore"):
+        scale = 10.0 ** (5 - np.floor(np.log10(np.abs(exact))))
+        rounded = np.round(exact * scale) / scale
+    rounded = np.where((scale > 0) & (scale < 1e22), rounded, exact)  # 0, and what is too small or too large for that
+    return [None if value != value else value for value in rounded.tolist()]

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from forge_async.dashboard.tables import Table
+from forge_async.dashboard.tables import NO_LINE, Table
 from forge_async.observability.spans import JOIN_S
 
 SPAN = re.compile(
-    rb'\{"actor": "([^"\\]*)", "lane": "([^"\\]*)", "name": "([^"\\]*)", "at": ([\d.]+), "s": ([\d.]+(?:e-?\d+)?)'
-    rb'(?:\}|, "args": \{(?:"version": (\d+)[,}]|\}))'
+    rb'\{"actor": "([^"\\]*)", "lane": "([^"\\]*)", "name": "([^"\\]*)", "at": (\d{1,12}(?:\.\d+)?), '
+    rb'"s": (\d{1,12}(?:\.\d+)?(?:e-\d+)?)(?:\}|, "args": \{(?:"version": (\d{1,9})[,}]|\}))'
 )
 """What ``SpanLog`` writes; others are parsed as JSON."""
 
@@ -52,23 +52,24 @@ class SpanTable(Table):
     def update(self) -> None:
         """Take in new lines: all of a chunk at once where they are what a run writes, else one by one."""
         for _, data in self.file.new_chunks():
-            if self.file.restarts != self._restarts:
-                self._restarts = self.file.restarts
-                self.clear()
+            self._follow_restart()
             found = SPAN.findall(data)
             if len(found) != data.count(b"\n"):
                 found = self._parsed(data.splitlines())
             if found:
                 self._add(found)
+        self._follow_restart()
 
     def _parsed(self, lines: list[bytes]) -> list[tuple[bytes, ...]]:
         found = []
-        for line in lines:
+        for line in filter(None, lines):
             try:
                 span = json.loads(line)
                 names = [str(span[key]).encode() for key in ("actor", "lane", "name")]
                 numbers = [float(span["at"]), float(span["s"]), int(span.get("args", {}).get("version", -1))]
-            except (ValueError, TypeError, KeyError, AttributeError):
+                if not all(-1 <= number < most for number, most in zip(numbers, (1e12, 1e12, 2**31), strict=True)):
+                    raise ValueError("no such numbers")
+            except NO_LINE:
                 self.broken += 1
             else:
                 found.append((*names, *(repr(number).encode() for number in numbers)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,8 @@ DRAWN = (
 """The series of the page's own charts, as in ``static/curves.js``."""
 
 SILENT_S, STARTING_S = 30.0, 600.0
-"""Seconds without a sign of life after which a run that has not ended is called silent: once it trains, and while its
-engines start."""
+"""Seconds without a sign of life after which a run that has not ended is called silent: once it trains (or three times
+its ``metrics.status_every_s``, where that is more), and while its engines start."""
 
 
 class RunView:
@@ -38,7 +40,8 @@ class RunView:
         self.events = EventTable(self.paths.events)
         self.episodes = EpisodeTable(self.paths.episodes)
         self.spans = SpanTable(self.paths.spans)
-        self._config: tuple[float, dict[str, Any]] = (0.0, {})
+        self._config: tuple[tuple[int, int], Any] = ((0, 0), None)
+        """When it was changed and its size, and what was in it."""
 
     def read_ahead(self) -> threading.Thread:
         """Read what there is in a thread, before anybody asks; returns it."""
@@ -51,33 +54,39 @@ class RunView:
             done = False
             while not done:  # in parts: a page may be waiting for its first rows
                 with self.episodes.lock:
-                    done = self.episodes.index(most=2000)
+                    done = self.episodes.index(most=500)
+                time.sleep(0.02)  # it is for filters: what a page shows at first goes before
 
         thread = threading.Thread(target=read, daemon=True)
         thread.start()
         return thread
 
-    def state(self, metrics_row: int, metrics_generation: int, event: int, keys: list[str]) -> dict[str, Any]:
+    def state(
+        self, metrics_row: int, metrics_generation: int, event: int, keys: Sequence[str], event_generation: int = 0
+    ) -> dict[str, Any]:
         """What changes from second to second, since what the page has: rows of metrics, events, who does what.
 
         Args:
             metrics_row: rows that the page has of ``metrics_generation``.
-            event: number of the last event that it has.
+            event: number of the last event that it has of ``event_generation``.
             keys: the series that it draws.
         """
+        episodes = self._count_episodes()
         metrics, events = self.metrics, self.events
         with metrics.lock, events.lock:
             metrics.want(keys)
             metrics.update()
             events.update()
             row = metrics_row if metrics_generation == metrics.generation else 0
+            run = self._run()
             return {
                 "name": self.paths.path.resolve().name,
                 "now": time.time(),
-                "run": self._run(),
-                "config": self._read_config(),
+                "run": run,
+                "config": self._settings(),
                 "status": self._read_status(),
-                "summary": _read_json(self.paths.summary),
+                "summary": _read_json(self.paths.summary) if events.newest("end") else None,
+                "episodes": {"count": episodes, "generation": self.episodes.generation},
                 "metrics": {
                     "generation": metrics.generation,
                     "row": row,
@@ -89,7 +98,7 @@ class RunView:
                 "events": {
                     "count": events.count,
                     "generation": events.generation,
-                    "new": events.recent(after=event),
+                    "new": events.recent(after=event if event_generation == events.generation else 0),
                     "kinds": dict(events.kinds),
                     "swaps": events.swaps,
                     "published": events.newest("published"),
@@ -107,15 +116,20 @@ class RunView:
             }
 
     def episode_rows(
-        self, start: int, count: int, order: str, mixed: bool, step: int | None, lowest: float | None
+        self, start: int, count: int, order: str, mixed: bool, step: int | None, of: int | None = None
     ) -> dict[str, Any]:
-        """``count`` rows of the list of episodes from ``start`` on, and how many there are in all."""
+        """``count`` rows of the list of episodes from ``start`` on, and how many there are in all.
+
+        Args:
+            of: only the first so many of the file, as they were when a page asked first: what was added since would
+                shift its other pages.
+        """
         with self.episodes.lock:
             self.episodes.update()
-            chosen = self.episodes.select(order, mixed, step, lowest)
+            chosen = self.episodes.select(order, mixed, step, of)
             return {
                 "total": len(chosen),
-                "all": len(self.episodes),
+                "all": len(self.episodes) if of is None else min(of, len(self.episodes)),
                 "generation": self.episodes.generation,
                 "start": start,
                 "rows": self.episodes.rows(chosen[start : start + count]),
@@ -154,62 +168,97 @@ class RunView:
         return None
 
     def _run(self) -> dict[str, Any]:
-        """``state``: empty, starting, running, paused, silent, or how it ended."""
+        """``state``: empty, starting, running, paused, silent, or how it ended; Unix times of its ``started``, of its
+        ``last`` event, and when it was last ``seen`` to live."""
         events = self.events
         if not events.count:
             return {"state": "empty"}
         end, start = events.newest("end"), events.newest("start")
         last, ready = events.recent(after=events.count - 1)[0], events.newest("ready") is not None
+        seen = max(self._last_look(), _time_of(last))
         if end is not None:
             state = str(end.get("outcome", "ended"))
-        elif time.time() - max(self._last_sign(), float(last.get("at", 0))) > (SILENT_S if ready else STARTING_S):
+        elif time.time() - seen > (self._silent_s() if ready else STARTING_S):
             state = "silent"
         elif not ready:
             state = "starting"
         else:
             state = str((self._read_status() or {}).get("state", "running"))
-        began, monarch = (start or last).get("at"), events.newest("monarch_dashboard") or {}
-        serves = end is None and float(monarch.get("at", 0)) >= float(began or 0)  # else it was another process's
+        began, monarch = _time_of(start or last), events.newest("monarch_dashboard") or {}
+        serves = end is None and _time_of(monarch) >= began  # else it was another process's
         return {
             "state": state,
-            "started": began,
-            "last": last.get("at"),
+            "started": began or None,
+            "last": _time_of(last) or None,
+            "seen": seen or None,
             "monarch": monarch.get("url") if serves else None,
         }
 
-    def _last_sign(self) -> float:
+    def _silent_s(self) -> float:
+        """Seconds without a sign of life after which the run is called silent; one that never looks gives none."""
+        every_s = self._setting("metrics", "status_every_s")
+        if not isinstance(every_s, int | float):
+            return SILENT_S
+        return max(SILENT_S, 3 * every_s) if every_s > 0 else math.inf
+
+    def _last_look(self) -> float:
         try:
             return self.paths.status.stat().st_mtime
         except OSError:
             return 0.0
 
     def _read_status(self) -> dict[str, Any] | None:
-        return _read_json(self.paths.status)
+        """``status.json``, unless it was the process before a resume that wrote it."""
+        status, start = _read_json(self.paths.status), self.events.newest("start")
+        if status is None or (start is not None and (_time_of(status) or self._last_look()) < _time_of(start)):
+            return None
+        return status
 
-    def _read_config(self) -> dict[str, Any]:
+    def _count_episodes(self) -> int:
+        """As they are found: while somebody reads them, that is not waited for."""
+        if self.episodes.lock.acquire(blocking=False):
+            try:
+                self.episodes.update()
+            finally:
+                self.episodes.lock.release()
+        return len(self.episodes)
+
+    def _settings(self) -> dict[str, Any]:
         """A few settings that the page needs."""
-        try:
-            changed = self.paths.config.stat().st_mtime
-            if changed != self._config[0]:
-                tree = yaml.safe_load(self.paths.config.read_text(encoding="utf-8")) or {}
-                self._config = (changed, tree)
-        except (OSError, ValueError, yaml.YAMLError):
-            return {}
-        tree = self._config[1]
         return {
-            "steps": tree.get("steps"),
-            "model": tree.get("model", {}).get("path"),
-            "dataset": tree.get("dataset", {}).get("name") or tree.get("dataset", {}).get("kind"),
-            "replicas": tree.get("policy", {}).get("num_replicas"),
-            "update_mode": tree.get("policy", {}).get("update", {}).get("mode"),
-            "max_staleness": tree.get("buffer", {}).get("max_staleness"),
-            "group_size": tree.get("rollout", {}).get("group_size"),
+            "steps": self._setting("steps"),
+            "model": self._setting("model", "path"),
+            "dataset": self._setting("dataset", "name") or self._setting("dataset", "kind"),
+            "replicas": self._setting("policy", "num_replicas"),
+            "update_mode": self._setting("policy", "update", "mode"),
+            "max_staleness": self._setting("buffer", "max_staleness"),
         }
+
+    def _setting(self, *keys: str) -> str | float | None:
+        """One setting of ``config.yaml``; None where there is no such one, or not yet."""
+        try:
+            found = self.paths.config.stat()
+            if (found.st_mtime_ns, found.st_size) != self._config[0]:
+                self._config = ((found.st_mtime_ns, found.st_size), None)  # also while it is not whole
+                tree = yaml.safe_load(self.paths.config.read_text(encoding="utf-8"))
+                self._config = (self._config[0], tree)
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            return None
+        value = self._config[1]
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value if isinstance(value, str | int | float) else None
+
+
+def _time_of(event: dict[str, Any]) -> float:
+    """When it was written, Unix time; 0 where it does not say."""
+    at = event.get("at")
+    return float(at) if isinstance(at, int | float) and abs(at) < 1e12 else 0.0
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there yet, or not whole
+    except (OSError, ValueError, RecursionError):  # not there yet, or not whole
         return None
     return content if isinstance(content, dict) else None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -94,7 +96,7 @@ def test_episodes_are_given_in_pages(made_up: Path) -> None:
         ("episodes?start=abc", "start = 'abc': must be a whole number"),
         ("episodes?step=1.5", "step = '1.5': must be a whole number"),
         ("episodes?count=%s" % ("9" * 5000), f"count = '{'9' * 50}': must be a whole number"),
-        ("episodes?lowest=nan", "lowest = 'nan': must be a finite number"),
+        ("timeline?start=nan", "start = 'nan': must be a finite number"),
         ("episodes?order=best-first", "order = 'best-first': must be one of newest, oldest, best, worst"),
         ("timeline?start=0&end=nonsense", "end = 'nonsense': must be a finite number"),
         ("state?row=-x", "row = '-x': must be a whole number"),
@@ -138,6 +140,34 @@ def test_without_the_token_there_is_a_clear_answer_and_nothing_else(made_up: Pat
     assert web.get("/").status_code == 200, "the browser has the cookie now"
     (cookie,) = web.cookies.jar
     assert cookie.has_nonstandard_attr("HttpOnly")
+    assert cookie.get_nonstandard_attr("SameSite") == "lax", "a link in a chat brings no strict one along"
+
+
+@pytest.mark.parametrize("token", [TOKEN, 'odd; "quoted", = token'])
+@pytest.mark.parametrize("others", ["", 'theirs={"a": [1, 2]}; ', "user/a@b.example=1; ", "no value; ", 'a="; b=x; '])
+def test_what_other_services_of_the_machine_set_does_not_hide_the_token(made_up: Path, token: str, others: str) -> None:
+    web = client(made_up, "http://machine.example:8790", token=token)
+    given = web.get("/", params={"token": token}, follow_redirects=False).headers["set-cookie"].partition("; ")[0]
+    web.cookies.clear()
+    for header in (f"{others}{given}", f"{given}; {others}"):
+        for more in ({}, {"authorization": "Basic dXNlcjpwYXNz"}, {"authorization": "Bearer wrong"}):
+            assert web.get("/api/state", headers={"cookie": header} | more).status_code == 200
+    assert web.get("/api/state", headers={"cookie": others, "authorization": f"bearer {token}"}).status_code == 200
+    refused = web.get("/api/state", headers={"cookie": others, "authorization": "Basic dXNlcjpwYXNz"})
+    assert refused.json() == {"error": "This dashboard was opened without its token."}
+
+
+def test_a_command_needs_more_than_the_cookie(made_up: Path) -> None:
+    """It is lax: other sites' links bring it along, and what they send otherwise is refused."""
+    web = client(made_up, "http://machine.example:8790", token=TOKEN, control=True)
+    web.get("/", params={"token": TOKEN})
+    own = {"x-forge-async": "control"}
+    assert web.get("/api/control/stop", headers=own).status_code == 405
+    for strange in ({}, own | {"origin": "http://evil.example"}, own | {"origin": "null"}):
+        assert web.post("/api/control/stop", headers=strange).status_code == 403
+    preflight = web.options("/api/control/stop", headers={"origin": "http://evil.example"})
+    assert "access-control-allow-headers" not in preflight.headers
+    assert not (made_up / "control.jsonl").exists()
 
 
 def test_without_control_there_is_no_such_endpoint(made_up: Path) -> None:
@@ -224,8 +254,30 @@ def test_a_port_that_is_taken_is_passed_over_or_named() -> None:
             serve.bind("127.0.0.1", port)
         with serve.bind("127.0.0.1", port, 20) as second:
             assert port < second.getsockname()[1] <= port + 20
-    with pytest.raises(ForgeError, match="cannot listen on"):
-        serve.bind("203.0.113.7", 0)
+
+
+@pytest.mark.parametrize("next_ports", [0, serve.PORTS_TRIED])
+@pytest.mark.parametrize(
+    ("host", "fault"),
+    [
+        ("203.0.113.7", ""),
+        ("no-such-host.invalid", ""),
+        ("x" * 300, ""),
+        ("127.0.0.1", PermissionError(errno.EACCES, "Permission denied")),
+    ],
+)
+def test_an_address_that_cannot_be_listened_on_is_not_called_a_taken_port(
+    monkeypatch: pytest.MonkeyPatch, host: str, fault: Any, next_ports: int
+) -> None:
+    if fault:
+
+        def bind(self: socket.socket, address: object) -> None:
+            raise fault
+
+        monkeypatch.setattr(socket.socket, "bind", bind)
+    with pytest.raises(ForgeError, match=rf"cannot listen on {host}:8790: .+--host") as caught:
+        serve.bind(host, 8790, next_ports)
+    assert "not free" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,13 @@ def test_the_timeline_zooms_to_single_spans(browser: Any, served: tuple[Path, st
                 break
             page.wait_for_timeout(200)
         assert tip.inner_text().startswith("train")
+        shown = canvas.evaluate("c => c.toDataURL()")
+        page.mouse.down()
+        canvas.dispatch_event("pointercancel")  # as when a finger's way becomes one of the whole page
+        page.mouse.move(box["x"] + 300, box["y"] + 40)
+        page.wait_for_timeout(300)
+        assert canvas.evaluate("c => c.toDataURL()") == shown, "nobody drags it any more"
+        page.mouse.up()
         canvas.dblclick(position={"x": 400, "y": 40})
         expect(note).to_have_text("12 min 29 s shown")
 
@@ -149,6 +156,13 @@ def test_a_page_without_its_token_says_what_is_missing(browser: Any, tmp_path: P
         page.wait_for_selector(".panel")
         assert "token" not in page.url
         assert "There is no event in this folder" in page.inner_text(".warning")
+        context.close()
+        context = browser.new_context()  # of somebody who was sent the link
+        page, message = context.new_page(), f'<a href="{url}">our run</a>'
+        page.route("http://chat.example/", lambda route: route.fulfill(body=message, content_type="text/html"))
+        page.goto("http://chat.example/")
+        page.get_by_text("our run").click()
+        page.wait_for_selector(".panel")
         context.close()
     finally:
         server.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from forge_async.dashboard.tables import EventTable, MetricsTable
 from forge_async.dashboard.timeline import SHOWN_WHOLE, SpanTable
 from forge_async.dashboard.view import RunView
 from forge_async.errors import ConfigError
+from forge_async.observability.run_folder import RunPaths
 from forge_async.testing.run_folder import write_run
 
 
@@ -103,18 +105,19 @@ def test_episodes_are_found_without_parsing_them(tmp_path: Path, monkeypatch: py
         table.update()
     records = [json.loads(line) for line in paths.episodes.read_text().splitlines()[:-1]]
     assert len(table) == len(records) == 90
-    everything = table.rows(table.select("oldest", False, None, None))
+    everything = table.rows(table.select("oldest", False, None))
     assert everything == [
         [i, r["step"], r["episode_id"], r["reward"], r["tokens"], r["oldest"], r["newest"]]
         for i, r in enumerate(records)
     ]
     assert table.record(41) == records[41]
-    mixed = [row[0] for row in table.rows(table.select("newest", True, None, None))]
+    mixed = [row[0] for row in table.rows(table.select("newest", True, None))]
     assert mixed == [i for i, r in reversed(list(enumerate(records))) if len(r["turns"][0]["versions"]) > 1]
-    assert [row[1] for row in table.rows(table.select("newest", False, 7, None))] == [7, 7, 7]
-    best = [row[3] for row in table.rows(table.select("best", False, None, 0.5))]
-    assert best == sorted((r["reward"] for r in records if r["reward"] >= 0.5), reverse=True)
-    assert len(table.select("worst", False, 999, None)) == 0
+    assert [row[1] for row in table.rows(table.select("newest", False, 7))] == [7, 7, 7]
+    best = [row[3] for row in table.rows(table.select("best", False, None))]
+    assert best == sorted((r["reward"] for r in records), reverse=True)
+    assert [row[0] for row in table.rows(table.select("newest", False, None, of=3))] == [2, 1, 0]
+    assert len(table.select("worst", False, 999)) == 0
 
 
 def test_an_episode_whose_reward_is_no_number_is_listed(tmp_path: Path) -> None:
@@ -128,10 +131,10 @@ def test_an_episode_whose_reward_is_no_number_is_listed(tmp_path: Path) -> None:
     )
     table = EpisodeTable(tmp_path / "e")
     table.update()
-    rows = table.rows(table.select("oldest", False, None, None))
+    rows = table.rows(table.select("oldest", False, None))
     assert rows[1] == [1, 2, "b", 1.0, 2, 3, 3]
     assert rows[0][3] is None
-    assert [row[0] for row in table.rows(table.select("best", False, None, None))] == [1, 0]
+    assert [row[0] for row in table.rows(table.select("best", False, None))] == [1, 0]
 
 
 def test_a_window_of_the_timeline_has_what_is_in_it(tmp_path: Path) -> None:
@@ -180,15 +183,13 @@ def test_an_empty_folder_is_a_run_that_has_not_begun(tmp_path: Path) -> None:
     state = empty.state(0, 0, 0, ["reward"])
     assert state["run"] == {"state": "empty"}
     assert state["missing"] == ["metrics.jsonl", "events.jsonl", "episodes.jsonl", "spans.jsonl"]
-    assert empty.episode_rows(0, 10, "best", True, None, None)["rows"] == []
+    assert empty.episode_rows(0, 10, "best", True, None)["rows"] == []
     assert empty.timeline(None, None, 100)["lanes"] == []
     with pytest.raises(ConfigError, match="RUN"):
         RunView(tmp_path / "nowhere")
 
 
 def test_how_a_run_stands_is_told_by_its_events(tmp_path: Path) -> None:
-    import time
-
     def told(*events: dict[str, object]) -> dict[str, object]:
         (tmp_path / "events.jsonl").write_text("".join(json.dumps({"t": 0, **event}) + "\n" for event in events))
         return dict(RunView(tmp_path).state(0, 0, 0, [])["run"])
@@ -205,7 +206,9 @@ def test_how_a_run_stands_is_told_by_its_events(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"sta')  # not whole
     assert state(start, ready) == "running"
     assert state(start, ready, {"at": now, "kind": "end", "outcome": "failed"}) == "failed"
-    assert state(start, {"at": now, "kind": "end", "outcome": "failed"}, start, ready) == "running", "resumed"
+    resumed = (start, ready, {"at": now, "kind": "end", "outcome": "failed"}, start)
+    assert state(*resumed) == "starting", "its engines are built anew"
+    assert state(*resumed, ready) == "running"
     monarch, end = {"at": now, "kind": "monarch_dashboard", "url": "its page"}, {"at": now, "kind": "end"}
     assert told(start, monarch, ready)["monarch"] == "its page"
     assert told(start, monarch, ready, end)["monarch"] is None
@@ -213,3 +216,140 @@ def test_how_a_run_stands_is_told_by_its_events(tmp_path: Path) -> None:
     (tmp_path / "status.json").unlink()
     assert state({"at": now - 3600, "kind": "start"}) == "silent"
     assert state({"at": now - 100, "kind": "start"}) == "starting", "engines take their time, and say nothing meanwhile"
+    long_ago = ({"at": now - 3600, "kind": "start"}, {"at": now - 3000, "kind": "ready"})
+    assert state(*long_ago, start) == "starting", "not silent because the process before is"
+
+
+@pytest.mark.parametrize(
+    ("config", "quiet_s", "state"),
+    [
+        ("metrics: {status_every_s: 2}", 45, "silent"),
+        ("", 45, "silent"),
+        ("metrics:", 45, "silent"),
+        ("metrics: {status_every_s: 60}", 45, "running"),
+        ("metrics: {status_every_s: 60}", 170, "running"),
+        ("metrics: {status_every_s: 60}", 190, "silent"),
+        ("metrics: {status_every_s: 0}", 100_000, "running"),
+    ],
+)
+def test_when_a_run_is_called_silent_goes_by_how_often_it_looks(
+    tmp_path: Path, config: str, quiet_s: float, state: str
+) -> None:
+    at = time.time() - quiet_s
+    RunPaths(tmp_path).config.write_text(config)
+    RunPaths(tmp_path).events.write_text(f'{{"kind": "start", "at": {at - 9}}}\n{{"kind": "ready", "at": {at}}}\n')
+    run = RunView(tmp_path).state(0, 0, 0, [])["run"]
+    assert (run["state"], run["seen"]) == (state, pytest.approx(at))
+
+
+def test_what_the_process_before_a_resume_left_is_not_shown(tmp_path: Path) -> None:
+    paths, now = RunPaths(tmp_path), time.time()
+    paths.summary.write_text('{"swaps": 7}')
+    paths.status.write_text(json.dumps({"at": now - 50, "state": "stopped"}))
+    before = [
+        {"kind": "start", "at": now - 100},
+        {"kind": "published", "version": 9, "at": now - 60},
+        {"kind": "swapped", "replica": 0, "version": 9, "at": now - 60},
+        {"kind": "end", "outcome": "failed", "at": now - 50},
+    ]
+    paths.events.write_text("".join(json.dumps(event) + "\n" for event in before))
+    view = RunView(tmp_path)
+    state = view.state(0, 0, 0, [])
+    assert (state["status"]["state"], state["summary"], state["events"]["swaps"][0]["version"]) == (
+        *("stopped", {"swaps": 7}, 9),
+    )
+    with paths.events.open("a") as file:
+        file.write(json.dumps({"kind": "start", "at": now}) + "\n")
+    state = view.state(0, 0, 0, [])
+    assert (state["run"]["state"], state["status"], state["summary"]) == ("starting", None, None)
+    assert (state["events"]["swaps"], state["events"]["published"]) == ({}, None)
+    paths.status.write_text(json.dumps({"at": now + 1, "state": "paused"}))
+    with paths.events.open("a") as file:
+        file.write(json.dumps({"kind": "ready", "at": now}) + "\n")
+    assert view.state(0, 0, 0, [])["run"]["state"] == "paused"
+
+
+def test_a_page_that_has_an_older_event_log_gets_the_new_one(tmp_path: Path) -> None:
+    path, view = tmp_path / "events.jsonl", RunView(tmp_path)
+    path.write_text("".join(f'{{"kind": "step", "at": {i}}}\n' for i in range(9)))
+    had = view.state(0, 0, 0, [])["events"]
+    assert view.state(0, 0, had["count"], [], had["generation"])["events"]["new"] == []
+    path.write_text('{"kind": "start", "at": 1}\n{"kind": "ready", "at": 2}\n')
+    new = view.state(0, 0, had["count"], [], had["generation"])["events"]
+    assert [event["kind"] for event in new["new"]] == ["start", "ready"]
+
+
+def test_a_file_in_the_place_of_another_is_read_whatever_its_length(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"1\n")
+    file = GrowingFile(path)
+    assert [line for _, line in file.new_lines()] == [b"1"]
+    (tmp_path / "b.jsonl").write_bytes(b"2\n3\n")
+    (tmp_path / "b.jsonl").replace(path)
+    assert [line for _, line in file.new_lines()] == [b"2", b"3"]
+    assert file.restarts == 1
+
+
+@pytest.mark.parametrize("name", ["metrics", "events", "episodes", "spans"])
+def test_an_emptied_file_is_empty_at_once_and_broken_lines_are_counted_once(tmp_path: Path, name: str) -> None:
+    paths = write_run(tmp_path, steps=3)
+    with (tmp_path / f"{name}.jsonl").open("a") as file:
+        file.write("no JSON\n")
+    view = RunView(paths.path)
+
+    def broken() -> dict[str, int]:
+        view.episode_rows(0, 9, "best", False, None)
+        view.timeline(None, None, 9)
+        return dict(view.state(0, 0, 0, ["reward", "train/loss", f"new {len(view.metrics.columns)}"])["broken"])
+
+    assert broken() == broken() == broken() == {f"{name}.jsonl": 1}
+    generation = getattr(view, name).generation
+    (tmp_path / f"{name}.jsonl").write_text("")
+    assert broken() == {}
+    assert getattr(view, name).generation != generation
+    assert (len(view.metrics.steps), view.events.count, len(view.episodes), len(view.spans.lanes)) == tuple(
+        0 if name == own else length for own, length in (("metrics", 3), ("events", 12), ("episodes", 12), ("spans", 4))
+    )
+
+
+def test_pages_of_a_list_are_of_one_moment(tmp_path: Path) -> None:
+    paths = write_run(tmp_path, steps=5)
+    view = RunView(paths.path)
+    first = view.episode_rows(0, 10, "newest", False, None)
+    lines = paths.episodes.read_text().splitlines(keepends=True)
+    with paths.episodes.open("a") as file:
+        file.writelines(lines[:4])
+    for mixed in (False, True):
+        rest = view.episode_rows(0, 1000, "newest", mixed, None, of=first["all"])
+        assert max(row[0] for row in rest["rows"]) == 19
+    second = view.episode_rows(10, 10, "newest", False, None, of=first["all"])
+    assert [row[0] for row in first["rows"] + second["rows"]] == list(range(19, -1, -1))
+    assert view.state(0, 0, 0, [])["episodes"]["count"] == 24
+
+
+def test_columns_are_sent_with_six_digits(tmp_path: Path) -> None:
+    values = [
+        0.0,
+        -0.0,
+        1.0,
+        -123456.7891,
+        1e-7 / 3,
+        1e300 / 7,
+        5e-324,
+        2 / 3,
+        1e22 + 1e10,
+        0.1234565,
+        999999.5,
+        None,
+        "nan",
+    ]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "x": value}) + "\n" for step, value in enumerate(values))
+    )
+    table = MetricsTable(tmp_path / "metrics.jsonl")
+    table.want(["x"])
+    table.update()
+    (found,) = table.since(0, ["x"]).values()
+    assert found[-2:] == [None, None]
+    assert found[:-2] == pytest.approx([float(f"{value:.6g}") for value in values[:-2]], rel=1e-5, abs=0)
+    assert found[3] == -123457.0 and found[7] == 0.666667

@@ -1,6 +1,7 @@
 // The page: asks for news every two seconds and hands them to the panels.
 import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.js";
-import { duration, get, number, Panel, whole } from "./util.js";
+import { duration, get, Guarded, isNumber, number, Panel, whole } from "./util.js";
+import { FIRST } from "./ahead.js";
 import { Pipeline } from "./pipeline.js";
 import { Curves, SERIES } from "./curves.js";
 import { Timeline } from "./timeline.js";
@@ -11,7 +12,7 @@ const WORDS = {
   empty: "nothing yet", starting: "starting", running: "running", paused: "paused", silent: "silent",
   finished: "finished", failed: "failed", interrupted: "interrupted",
 };
-const ENDED = ["finished", "failed", "interrupted"];
+const ENDED = ["finished", "failed", "interrupted"]; // as in the outcomes of an "end" event
 
 // Columns of metrics.jsonl that the page has, and how far it has them.
 class Columns {
@@ -24,10 +25,12 @@ class Columns {
     if (this.wanted.size > before) this.complete = false;
     return this.wanted.size > before;
   }
-  query() {
+  path(events) {
+    const first = !this.generation && !this.steps.length && this.wanted.size === SERIES.length;
     const row = this.complete ? this.steps.length : 0;
     this.asked = this.wanted.size;
-    return `row=${row}&generation=${this.generation}&keys=${encodeURIComponent([...this.wanted].join(","))}`;
+    if (first && !events.count) return FIRST.state;
+    return `api/state?row=${row}&generation=${this.generation}&keys=${encodeURIComponent([...this.wanted].join(","))}&event=${events.count}&events=${events.generation}`;
   }
   take(metrics) {
     if (metrics.row === 0 || metrics.generation !== this.generation) this.clear(metrics.generation);
@@ -52,7 +55,7 @@ function useRun() {
       clearTimeout(timer);
       let wait = LIVE_MS;
       try {
-        const state = await get(`api/state?${columns.current.query()}&event=${events.current.count}`);
+        const state = await get(columns.current.path(events.current));
         columns.current.take(state.metrics);
         const e = events.current;
         if (state.events.generation !== e.generation || state.events.count < e.count)
@@ -111,9 +114,10 @@ function Control({ run, refresh }) {
 }
 
 function Head({ run, refresh }) {
-  const { state, started, last, monarch } = run.run;
+  const { state, started, last, seen, monarch } = run.run;
   const total = run.config.steps, step = run.metrics.last.step || 0;
-  const until = ENDED.includes(state) ? last : run.now;
+  const until = ENDED.includes(state) ? last : state === "silent" ? seen : run.now;
+  const model = run.config.model && String(run.config.model);
   return html`
     <header>
       <div class="brand"><img src="static/icon.svg" alt="" width="26" height="26" /><h1 data-figure="name">${run.name}</h1>
@@ -121,8 +125,8 @@ function Head({ run, refresh }) {
       <div class="progress" aria-label="Steps done">
         <div class="track"><div class="done" style=${{ width: `${total ? Math.min(100, (100 * step) / total) : 0}%` }}></div></div>
         <span><b data-figure="step">${whole(step)}</b>${total ? html` / ${whole(total)}` : ""} steps</span>
-        ${started && html`<span class="note">${duration(until - started)}</span>`}
-        ${run.config.model && html`<span class="note wide" title=${run.config.model}>${run.config.model.replace(/.*\//, "")}${run.config.dataset ? ` · ${run.config.dataset}` : ""}</span>`}
+        ${isNumber(started) && html`<span class="note" data-figure="duration">${duration(until - started)}</span>`}
+        ${model && html`<span class="note wide" title=${model}>${model.replace(/.*\//, "")}${run.config.dataset ? ` · ${run.config.dataset}` : ""}</span>`}
       </div>
       <${Control} run=${run} refresh=${refresh} />
       <nav>
@@ -163,7 +167,7 @@ function App() {
   const [run, lost, refresh] = useRun();
   useEffect(() => { if (run) document.title = `${run.name} · forge_async`; }, [run && run.name]);
   if (!run) return html`<main><p class="empty">${lost ? `The dashboard does not answer: ${lost}` : "Reading the run folder …"}</p></main>`;
-  const broken = Object.entries(run.broken);
+  const broken = Object.entries(run.broken), live = ![...ENDED, "silent"].includes(run.run.state);
   return html`
     <${Head} run=${run} refresh=${refresh} />
     <main>
@@ -171,11 +175,11 @@ function App() {
       ${run.run.state === "empty" && html`<p class="warning">There is no event in this folder: the run has not begun, or it is not a run's folder.</p>`}
       ${run.run.state === "silent" && html`<p class="warning">Nothing was written for a while and the run has not ended: it may have been killed.</p>`}
       ${broken.length > 0 && html`<p class="warning">Lines that are not readable were left out: ${broken.map(([file, n]) => `${n} of ${file}`).join(", ")}.</p>`}
-      <${Pipeline} run=${run} ended=${ENDED.includes(run.run.state)} />
-      <${Curves} run=${run} refresh=${refresh} missing=${run.missing.includes("metrics.jsonl")} />
-      <${Timeline} live=${!ENDED.includes(run.run.state)} missing=${run.missing.includes("spans.jsonl")} />
-      <${Episodes} run=${run} missing=${run.missing.includes("episodes.jsonl")} />
-      <${Events} list=${run.eventList} count=${run.events.count} kinds=${run.events.kinds} />
+      <${Guarded} id="pipeline" title="Pipeline"><${Pipeline} run=${run} live=${live} /></${Guarded}>
+      <${Guarded} id="curves" title="Curves"><${Curves} run=${run} refresh=${refresh} missing=${run.missing.includes("metrics.jsonl")} /></${Guarded}>
+      <${Guarded} id="timeline" title="Timeline"><${Timeline} live=${live} missing=${run.missing.includes("spans.jsonl")} /></${Guarded}>
+      <${Guarded} id="episodes" title="Episodes"><${Episodes} count=${`${run.episodes.generation}/${run.episodes.count}`} missing=${run.missing.includes("episodes.jsonl")} /></${Guarded}>
+      <${Guarded} id="events" title="Events"><${Events} list=${run.eventList} count=${run.events.count} kinds=${run.events.kinds} /></${Guarded}>
     </main>
   `;
 }

@@ -47,7 +47,7 @@ function Chart({ chart, columns, tick }) {
       const [label, tone, extra] = chart.keys[key];
       const faint = withSmooth && key === chart.smooth;
       return {
-        label, stroke: css(tone) + (faint ? "" : ""), alpha: faint ? 0.35 : 1, width: faint ? 1 : 1.6, scale: extra === "right" ? "right" : "y",
+        label, stroke: css(tone), alpha: faint ? 0.35 : 1, width: faint ? 1 : 1.6, scale: extra === "right" ? "right" : "y",
         points: { show: few && !faint, size: 4, fill: css("--card") }, ...(extra === "step" ? { paths: uPlot.paths.stepped({ align: 1 }) } : {}),
       };
     });

@@ -2,33 +2,59 @@
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import { get, isNumber, number, Panel, Tip, useSize, versionClass, whole } from "./util.js";
 
-const ROW = 40, PAGE = 200;
+const ROW = 40, PAGE = 200, AGAIN_MS = 2000;
+
+// The pages of one question, all of the same first `all` episodes of the file: rows that are added meanwhile would shift
+// what comes after them.
+const question = (number, query) => ({ number, query, pages: new Map(), total: 0, all: null });
 
 function useList(query, count) {
-  const pages = useRef(new Map());
-  const [state, set] = useState({ total: 0, all: 0, tick: 0, failed: "" });
-  const load = async (page, force) => {
-    const own = pages.current; // of this query: an answer that comes after the next question is not shown
-    if (own.has(page) && !force) return;
-    if (!own.has(page)) own.set(page, null);
+  const shown = useRef(question(0, query)), asked = useRef(shown.current), sight = useRef([0, 0]);
+  const [state, set] = useState({ tick: 0, failed: "" });
+  const failed = (error, again) => {
+    set((s) => ({ ...s, failed: error.message }));
+    setTimeout(again, AGAIN_MS);
+  };
+  const load = async (of, page) => {
+    of.pages.set(page, null);
+    const found = await get(`api/episodes?start=${page * PAGE}&count=${PAGE}&${of.query}${of.all === null ? "" : `&of=${of.all}`}`);
+    Object.assign(of, { total: found.total, all: found.all });
+    of.pages.set(page, found.rows);
+  };
+  // What is shown stays until the answer to a newer question is there.
+  const ask = async () => {
+    const own = (asked.current = question(asked.current.number + 1, query));
     try {
-      const found = await get(`api/episodes?start=${page * PAGE}&count=${PAGE}&${query}`);
-      if (own !== pages.current) return;
-      own.set(page, found.rows);
-      set((s) => ({ total: found.total, all: found.all, tick: s.tick + 1, failed: "" }));
+      for (const page of sight.current) if (!own.pages.has(page) && (own.all === null || page * PAGE < own.total)) await load(own, page);
     } catch (error) {
-      own.delete(page);
-      if (own !== pages.current) return;
-      set((s) => ({ ...s, failed: error.message }));
+      if (own === asked.current) failed(error, () => own === asked.current && ask());
+      return;
+    }
+    if (own.query !== asked.current.query || own.number < shown.current.number) return; // of an earlier one
+    shown.current = own;
+    set((s) => ({ tick: s.tick + 1, failed: "" }));
+  };
+  useEffect(() => { ask(); }, [query, count]);
+  const need = (first, last) => {
+    const own = shown.current, from = Math.floor(first / PAGE), to = Math.floor(Math.max(first, last - 1) / PAGE);
+    sight.current = [from, to];
+    if (own.all === null) return;
+    for (let page = from; page <= to; page++) {
+      if (own.pages.has(page)) continue;
+      load(own, page).then(
+        () => own === shown.current && set((s) => ({ tick: s.tick + 1, failed: "" })),
+        (error) => {
+          own.pages.delete(page);
+          if (own === shown.current) failed(error, () => set((s) => ({ ...s, tick: s.tick + 1 })));
+        },
+      );
     }
   };
-  const reset = () => { pages.current = new Map(); load(0, true); };
-  useEffect(reset, [query, count]);
-  const row = (i) => { const page = pages.current.get(Math.floor(i / PAGE)); return page && page[i % PAGE]; };
-  return { ...state, row, need: (a, b) => { for (let p = Math.floor(a / PAGE); p <= Math.floor(Math.max(a, b - 1) / PAGE); p++) load(p); } };
+  const row = (i) => { const page = shown.current.pages.get(Math.floor(i / PAGE)); return page && page[i % PAGE]; };
+  return { ...state, total: shown.current.total, all: shown.current.all || 0, row, need };
 }
 
-function List({ list, chosen, choose, groupSize }) {
+function List({ list, chosen, choose }) {
   const [box, { height }] = useSize();
   const [top, setTop] = useState(0);
   const first = Math.max(0, Math.floor(top / ROW) - 6), last = Math.min(list.total, Math.ceil((top + height) / ROW) + 6);
@@ -79,7 +105,7 @@ function shade(mode, token) {
 
 const visible = (piece) => (piece === "" ? "▯" : piece.replaceAll("\n", "↵\n").replaceAll("\t", "⇥"));
 
-function Turn({ turn, mode, setTip, tip }) {
+function Turn({ turn, mode, setTip }) {
   const tokens = useMemo(() => {
     const versions = spread(turn.versions), kv = spread(turn.kv_versions), trained = turn.trained ? spread(turn.trained) : [];
     const pieces = turn.pieces || [turn.completion];
@@ -151,7 +177,7 @@ function Reader({ index, back }) {
       </div>
       ${(record.prompt || []).map((message) => html`<div class="message"><b>${message.role}</b><pre>${message.content}</pre></div>`)}
       <div class="completion-head"><b>policy</b><${Legend} mode=${mode} turns=${record.turns} /></div>
-      ${record.turns.map((turn) => html`<${Turn} turn=${turn} mode=${mode} setTip=${setTip} tip=${tip} />`)}
+      ${record.turns.map((turn) => html`<${Turn} turn=${turn} mode=${mode} setTip=${setTip} />`)}
       <${Tip} at=${tip}>${token && html`
         <b class="piece">${visible(token.piece)}</b>
         <table>
@@ -167,14 +193,14 @@ function Reader({ index, back }) {
   `;
 }
 
-export function Episodes({ run, missing }) {
+export function Episodes({ count, missing }) {
   const [order, setOrder] = useState("newest");
   const [mixed, setMixed] = useState(false);
   const [step, setStep] = useState("");
   const [chosen, choose] = useState(null);
   const [open, setOpen] = useState(false);
   const query = `order=${order}&mixed=${mixed ? 1 : 0}${/^\d+$/.test(step) ? `&step=${step}` : ""}`;
-  const list = useList(query, run.metrics.last.step || 0);
+  const list = useList(query, count);
   useEffect(() => { if (chosen === null && list.row(0)) choose(list.row(0)[0]); }, [list.tick]);
   const tools = html`
     <label><input type="checkbox" checked=${mixed} onChange=${(e) => setMixed(e.target.checked)} /> swapped midway</label>
@@ -188,7 +214,7 @@ export function Episodes({ run, missing }) {
         ? html`<div class="split ${open ? "open" : ""}">
             <div class="list-side"><div class="item names"><span class="step">step</span><span class="id">episode</span><span class="versions">versions</span><span class="count">tokens</span><span class="reward">reward</span></div>
               <${List} list=${list} chosen=${chosen} choose=${(i) => { choose(i); setOpen(true); }} />
-              ${!list.total && html`<p class="empty">No episode is like that.</p>`}</div>
+              ${list.failed ? html`<p class="empty">${list.failed}</p>` : !list.total && html`<p class="empty">No episode is like that.</p>`}</div>
             ${chosen !== null && html`<${Reader} index=${chosen} back=${() => setOpen(false)} />`}
           </div>`
         : html`<p class="empty">${list.failed || (missing ? "There is no episodes.jsonl: no step was taken yet, or metrics.episodes_per_step is 0." : "No episode was recorded yet.")}</p>`}

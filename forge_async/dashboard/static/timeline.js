@@ -1,6 +1,7 @@
 // What every actor was doing, lane by lane. The wheel or the buttons zoom, dragging moves, a double click shows all.
 import { html, useCallback, useEffect, useRef, useState } from "./vendor/htm-preact.js";
-import { css, duration, get, isNumber, Panel, Tip, useScheme, useSize } from "./util.js";
+import { css, duration, get, Panel, Tip, useScheme, useSize } from "./util.js";
+import { FIRST } from "./ahead.js";
 
 const LANE = 24, GAP = 6, AXIS = 22;
 const KNOWN = ["generate", "swap", "pull", "attest", "train", "publish", "reward", "checkpoint", "data", "forward", "logprobs", "reference",
@@ -26,20 +27,23 @@ export function Timeline({ live, missing }) {
   const labels = width < 520 ? 0 : 116;
   const plot = Math.max(1, width - labels);
 
+  const ask = async (path) => {
+    const mine = ++asked.current;
+    try {
+      const found = await get(path);
+      if (mine === asked.current) { setData(found); setFailed(""); }
+    } catch (error) { setFailed(error.message); }
+  };
   const load = useCallback(() => {
-    if (!width) return;
     clearTimeout(pending.current);
-    pending.current = setTimeout(async () => {
-      const mine = ++asked.current;
-      const range = view ? `&start=${view[0]}&end=${view[1]}` : "";
-      try {
-        const found = await get(`api/timeline?pixels=${plot}${range}`);
-        if (mine === asked.current) { setData(found); setFailed(""); }
-      } catch (error) { setFailed(error.message); }
-    }, 60);
-  }, [view && view[0], view && view[1], plot, width]);
-  useEffect(load, [load]);
+    pending.current = setTimeout(() => ask(`api/timeline?pixels=${Math.round(plot)}${view ? `&start=${view[0]}&end=${view[1]}` : ""}`), 60);
+  }, [view && view[0], view && view[1], plot]);
+  useEffect(() => { ask(FIRST.timeline); }, []); // how wide it is shows later
+  useEffect(() => { if (data) load(); }, [load]);
+  const was = useRef(live);
   useEffect(() => {
+    if (was.current && !live) load(); // the last spans of a run that was watched to its end
+    was.current = live;
     if (!live) return;
     const timer = setInterval(() => document.hidden || load(), 3000);
     return () => clearInterval(timer);
@@ -157,7 +161,7 @@ export function Timeline({ live, missing }) {
         ${any
           ? html`<canvas ref=${canvas} tabindex="0" aria-label="Timeline: drag to move, click and use the wheel, or + and -, to zoom" style=${{ width: `${width}px`, height: `${height}px` }}
               onPointerDown=${(e) => { drag.current = { x: e.clientX, start: shown[0], end: shown[1] }; e.target.setPointerCapture(e.pointerId); e.target.focus({ preventScroll: true }); setTip(null); }}
-              onPointerUp=${() => { drag.current = null; }} onPointerMove=${move} onPointerLeave=${() => setTip(null)}
+              onPointerUp=${() => { drag.current = null; }} onPointerCancel=${() => { drag.current = null; }} onPointerMove=${move} onPointerLeave=${() => setTip(null)}
               onDblClick=${() => setView(null)} onKeyDown=${keys}></canvas>`
           : html`<p class="empty">${failed || (missing ? "There is no spans.jsonl: metrics.status_every_s is 0, or nothing has begun." : "No span yet.")}</p>`}
       </div>

@@ -1,8 +1,9 @@
 // Numbers as text, requests, and small hooks that all panels use.
-import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { html, useEffect, useErrorBoundary, useRef, useState } from "./vendor/htm-preact.js";
+import { answerTo } from "./ahead.js";
 
 export async function get(path) {
-  const answer = await fetch(path);
+  const answer = await answerTo(path);
   const body = await answer.json().catch(() => ({ error: `status ${answer.status}` }));
   if (!answer.ok) throw new Error(body.error || `status ${answer.status}`);
   return body;
@@ -77,6 +78,17 @@ export const Panel = ({ id, title, note, tools, children }) => html`
     ${children}
   </section>
 `;
+
+// What cannot be drawn (files of another version, half of a file) takes no other panel with it.
+export function Guarded({ id, title, children }) {
+  const [error, again] = useErrorBoundary();
+  useEffect(() => {
+    if (!error) return;
+    const timer = setTimeout(again, 2000);
+    return () => clearTimeout(timer);
+  }, [error]);
+  return error ? html`<${Panel} id=${id} title=${title}><p class="empty">This panel cannot be drawn: ${error.message}</p></${Panel}>` : children;
+}
 
 // A box beside the pointer that stays inside the window.
 export function Tip({ at, children }) {

@@ -1,0 +1,136 @@
+"""The page of a run that goes on, acted out by writing its files."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from forge_async.dashboard.config import DashboardConfig
+from forge_async.dashboard.serve import Beside, bind
+from forge_async.observability.run_folder import RunPaths
+from forge_async.testing.run_folder import write_run
+from tests.browser import figure, opened
+
+pytestmark = pytest.mark.timeout(120)
+
+STATUS: dict[str, Any] = {
+    "state": "running",
+    "policy": [
+        {
+            "replica": 0,
+            "state": "healthy",
+            "version": 7,
+            "tokens_per_s": 123.4,
+            "running": 3,
+            "waiting": 2,
+            "idle": 0.25,
+        },
+        {"replica": 1, "state": "starting", "respawns": 1},
+    ],
+    "trainer": [{"rank": 0, "state": "silent", "cause": "no answer"}],
+    "store": {"state": "silent", "cause": "no answer"},
+    "buffer": {"ages": {"0": [2, 1], "2": [0, 4]}, "open": 7, "capacity": 9, "ready": 2, "in_flight": 5},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[tuple[RunPaths, str, list[dict[str, Any]]]]:
+    """A run of 150 steps that has no metrics and goes on, its page's address, and its episodes."""
+    paths = write_run(tmp_path / "live", steps=150)
+    paths.metrics.unlink()
+    add(paths.events, kind="start", at=time.time() - 50)
+    for replica in (0, 1):
+        add(paths.events, kind="swapped", replica=replica, version=5, pause_ms=1.0, at=time.time())
+    add(paths.events, kind="ready", at=time.time())
+    paths.status.write_text(json.dumps(STATUS | {"at": time.time()}))
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    server = Beside.start(paths.path, DashboardConfig(port=port))
+    try:
+        yield paths, server.answer()["url"], [json.loads(line) for line in paths.episodes.read_text().splitlines()]
+    finally:
+        server.stop()
+
+
+def add(path: Path, **record: Any) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def test_every_mesh_tells_how_it_is_and_the_last_spans_come_with_the_end(browser: Any, run: Any) -> None:
+    paths, url, records = run
+    with opened(browser, url) as page:
+        assert figure(page, "replica-0-version") == "v7", "a respawned one has taken it without a swap that was told"
+        assert figure(page, "replica-0-rate") == "123"
+        assert (figure(page, "replica-0-queued"), figure(page, "replica-0-idle")) == ("2", "25%")
+        assert page.locator('[data-replica="1"] .line').inner_text().split() == ["replica", "1", "–", "starting"]
+        assert (figure(page, "trainer-doing"), figure(page, "store-doing")) == ("silent", "silent")
+        assert page.locator('[data-figure="trainer-doing"]').get_attribute("title") == "no answer"
+        ages = page.locator(".age .sum").all_inner_texts()
+        assert (ages, figure(page, "buffer-ready"), figure(page, "buffer-in-flight")) == (["3", "0", "4"], "2", "5")
+        expect(page.locator('[data-figure="episodes"]')).to_have_text("600")
+        add(paths.episodes, **records[-1] | {"step": 151, "episode_id": "the newest"})
+        expect(page.locator(".list .item", has_text="the newest")).to_be_visible()
+        store = {"versions": [5, 7], "readers": {"5": 2}, "leases": 2, "pending": [8]}
+        paths.status.write_text(json.dumps(STATUS | {"at": time.time(), "store": store, "buffer": {"ages": {"0": 3}}}))
+        expect(page.locator("#pipeline")).to_contain_text("This panel cannot be drawn")
+        assert page.locator(".token").count() > 0, "the others can"
+        paths.status.write_text(json.dumps(STATUS | {"at": time.time(), "store": store}))
+        expect(page.locator('[data-figure="store-doing"]')).to_have_text("writing v8")
+        chips = page.locator('[data-figure="versions"] .chip').evaluate_all("all => all.map(c => ({...c.dataset}))")
+        assert chips == [{"version": "5", "leases": "2"}, {"version": "7", "leases": "0"}]
+        with page.expect_response("**/api/timeline*"):
+            pass
+        add(paths.spans, actor="trainer 0", lane="main", name="checkpoint", at=time.time(), s=0.5)
+        add(paths.events, kind="end", outcome="finished", at=time.time())
+        expect(page.locator(".legend", has_text="checkpoint")).to_be_visible()
+        expect(page.locator('[data-figure="state"]')).to_have_text("finished")
+        assert page.locator('[data-figure="replica-0-rate"]').count() == 0, "that was then"
+
+
+def test_rows_that_come_while_one_scrolls_double_none_and_a_page_that_failed_is_asked_again(
+    browser: Any, run: Any
+) -> None:
+    paths, url, records = run
+    page = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
+    refused = []
+
+    def refuse_once(route: Any) -> None:
+        if refused:
+            route.continue_()
+        else:
+            refused.append(route.request.url)
+            route.fulfill(status=503, json={"error": "busy"})
+
+    page.route("**/api/episodes?start=400*", refuse_once)
+    page.goto(url)
+    page.wait_for_selector(".token")
+    page.route("**/api/state*", lambda route: route.abort())  # from now on it knows of no new ones
+    for number in range(4):
+        add(paths.episodes, **records[0] | {"step": 151, "episode_id": f"new {number}"})
+    for first in (195, 405):
+        page.evaluate("at => document.querySelector('.list').scrollTop = 40 * at", first)
+        wanted = [records[599 - i]["episode_id"] for i in range(first, first + 12)]
+        for episode_id in wanted:
+            expect(page.locator(".list .item .id").get_by_text(episode_id, exact=True)).to_have_count(1)
+    assert len(refused) == 1
+    page.context.close()
+
+
+def test_the_time_of_a_silent_run_stands_still(browser: Any, tmp_path: Path) -> None:
+    at = time.time() - 5000
+    paths = RunPaths(tmp_path)
+    add(paths.events, kind="start", at=at)
+    add(paths.events, kind="ready", at=at + 61)
+    server = Beside.start(tmp_path, DashboardConfig())
+    try:
+        with opened(browser, server.answer()["url"]) as page:
+            assert (figure(page, "state"), figure(page, "duration")) == ("silent", "1 min 1 s")
+    finally:
+        server.stop()

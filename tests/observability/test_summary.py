@@ -38,7 +38,7 @@ def make_summary(**changes: object) -> Summary:
         generated_tokens_per_s=700.0,
         trained_tokens_per_s=650.0,
         phase_s={"forward": 20.0, "backward": 30.0, "clip": 0.1},
-        advice=advise(Measured(4.0, 3.9, 2.0, 0.2, 8, 1, Resources(2, 4))),
+        advice=advise(Measured(4.0, 3.9, 2.0, 0.2, 8, 1, resources=Resources(2, 4))),
     )
     return Summary(**{**values, **changes})
 
@@ -73,6 +73,7 @@ def test_the_file_has_exactly_the_agreed_keys(tmp_path: Path) -> None:
             "unit": "cores",
             "groups_per_step": None,
             "max_staleness": None,
+            "max_open_groups": None,
             "step_s": pytest.approx(8 / 3),
         },
     }

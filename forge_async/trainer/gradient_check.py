@@ -26,7 +26,6 @@ from safetensors.torch import load_file, save_file
 from forge_async.errors import ForgeError
 from forge_async.trainer.config import ParallelismConfig, TrainerConfig
 from forge_async.trainer.engine import TrainerEngine
-from forge_async.trainer.logprobs import at_least_float32
 from forge_async.trainer.loss import LossFunction, PolicyTokens, policy_loss
 from forge_async.types import TrainingSequence
 
@@ -123,10 +122,7 @@ def gradient_check(
     if not had_group:
         trainer.close()  # mixed precision makes a group of one
     if processes > 1:
-        layout = config.parallelism if config.procs == processes else ParallelismConfig()
-        spread = dataclasses.replace(config, procs=processes, parallelism=layout)
-        if spread.device != "cpu" and torch.cuda.device_count() < processes:
-            spread = dataclasses.replace(spread, device="cpu")
+        spread = spread_over(config, processes, torch.cuda.device_count())
         found["processes"] = _by_processes(engine, spread, model_path, given, loss, timeout_s)
     compared = {name: deviation(expected, gradient) for name, gradient in found.items()}
     return GradientCheck(
@@ -136,6 +132,15 @@ def gradient_check(
         gradient_norm=_norm(expected.values()),
         tokens=tokens,
     )
+
+
+def spread_over(config: TrainerConfig, processes: int, cuda_devices: int) -> TrainerConfig:
+    """The config for so many processes; on the CPU, and by an attention that it has, unless each has a CUDA device."""
+    layout = config.parallelism if config.procs == processes else ParallelismConfig()
+    spread = dataclasses.replace(config, procs=processes, parallelism=layout)
+    if config.device == "cpu" or cuda_devices >= processes:
+        return spread
+    return dataclasses.replace(spread, device="cpu", attention="auto")
 
 
 def deviation(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> tuple[float, str]:
@@ -195,7 +200,7 @@ def one_by_one(trainer: TrainerEngine, sequences: list[TrainingSequence]) -> dic
 
     def chosen(sequence: TrainingSequence, model: torch.nn.Module) -> torch.Tensor:
         """Log-prob of each trained token, under the logits after the token before it."""
-        logits_TV = at_least_float32(trainer.logits(sequence.token_ids, model)) / sequence.temperature
+        logits_TV = trainer.logits(sequence.token_ids, model) / sequence.temperature
 
         def logprob(t: int) -> torch.Tensor:
             kept = sequence.sampling_mask.of(np.array([t])).token_ids if sequence.sampling_mask is not None else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import resource
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -246,6 +247,27 @@ def test_a_resume_takes_its_own_settings_and_refuses_another_model(tiny_model, t
     other = TrainerEngine(CONFIG, tiny_model(hidden_size=96, num_attention_heads=3, num_key_value_heads=3))
     with pytest.raises(ForgeError, match=r"the checkpoint .*ck does not fit this model: Size mismatch"):
         other.load_checkpoint(tmp_path / "ck")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_and_leaves_the_one_before(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine = TrainerEngine(CONFIG, tiny_llama)
+    (tmp_path / "taken").write_text("a file where the folder should be")
+    with pytest.raises(ForgeError, match=r"the checkpoint .*version-0 could not be written: NotADirectoryError"):
+        engine.save_checkpoint(tmp_path / "taken" / "version-0", {})
+    folder = tmp_path / "version-0"
+    engine.save_checkpoint(folder, {"saved": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # as a full disk: its errors come while writing
+    try:
+        with pytest.raises(ForgeError, match=r"the checkpoint .*version-0 could not be written: .*File too large"):
+            engine.save_checkpoint(folder, {"saved": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert engine.load_checkpoint(folder) == {"saved": 1}
+    assert not engine.step(groups()).skipped
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["version-0"], "nothing else fills the disk"
 
 
 def test_a_learning_rate_set_by_hand_counts_from_the_next_step_and_the_schedule_goes_on(

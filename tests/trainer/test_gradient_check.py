@@ -13,7 +13,7 @@ from forge_async.errors import ForgeError
 from forge_async.testing.models import ModelFactory
 from forge_async.trainer.config import TrainerConfig
 from forge_async.trainer.engine import TrainerEngine
-from forge_async.trainer.gradient_check import GradientCheck, gradient_check
+from forge_async.trainer.gradient_check import GradientCheck, gradient_check, spread_over
 from forge_async.trainer.loss import LossSums, PolicyTokens, policy_loss
 from forge_async.trainer.loss_config import CorrectionConfig, KLConfig, LossConfig, LossParts
 from forge_async.trainer.segments import ancestors
@@ -96,6 +96,14 @@ def test_processes_agree(tiny_model: ModelFactory) -> None:
     result = gradient_check(dataclasses.replace(CONFIG, loss=LossConfig(kl=KLConfig(coefficient=0.1))), folder)
     assert result.passed, str(result)
     assert "processes" in result.deviations
+
+
+def test_more_processes_than_cuda_devices_run_on_the_cpu_whatever_the_attention() -> None:
+    for config in (TrainerConfig(attention="flex"), TrainerConfig(attention="varlen", dtype="bfloat16", device="cuda")):
+        spread = spread_over(config, 2, cuda_devices=1)
+        assert (spread.procs, spread.device, spread.attention) == (2, "cpu", "auto")
+        spread = spread_over(config, 2, cuda_devices=2)
+        assert (spread.procs, spread.device, spread.attention) == (2, config.device, config.attention)
 
 
 def test_labels_shifted_by_one_are_found(tiny_llama: Path) -> None:

@@ -29,8 +29,9 @@ from forge_async.trainer.engine import TrainerEngine
 from forge_async.trainer.loss import LossFunction, PolicyTokens, policy_loss
 from forge_async.types import TrainingSequence
 
-TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
-"""Largest relative deviation that rounding explains, by ``trainer.dtype``."""
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05}
+"""Largest relative deviation that rounding explains, by ``trainer.dtype``; in bfloat16 it grows with depth: 0.007 for 2
+layers, 0.009 for 12, 0.018 for 30."""
 SMALL_GRADIENT = 1e-3
 """A parameter's deviation is relative to its own gradient, or to this share of the whole gradient if that is more."""
 

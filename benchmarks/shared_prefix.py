@@ -1,14 +1,17 @@
 """Claim: computing shared prefixes once makes a trainer as much faster as the arithmetic says.
 
 ``python benchmarks/shared_prefix.py [--model models/smollm2] [--groups 8] [--completions 8] [--repeats 3]
-[--lengths 32/256 128/128 512/32 2048/32] [--length-groups 1] [--length-completions 4]``
+[--lengths 32/256 128/128 512/32 2048/32] [--length-groups 1] [--length-completions 4]
+[--memory 2048/32/16]``
 
 The same step, its prompts shared and not (``trainer.share_prompts``), in turns on one core, after steps on two
 sequences; medians. First groups of chain_sum, rendered as a run does, with random answers of about 20
 tokens: useful tokens (of the sequences, prompts counted for each) per second. Then a table over prompt/completion
 lengths beside the gain that counting multiplications gives: linear layers per token computed, attention per pair of
 tokens, the output projection per prediction, forward and backward alike, and what a step costs whatever its tokens
-(clip and optimizer, as measured). The last line is one JSON object.
+(clip and optimizer, as measured). Before both, for completions of one long prompt, what forward and backward pass add
+to the peak of a process beyond model and gradients, shared and not (where a row is one sequence: two of them are
+computed), and as much per token of the row. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,8 +20,12 @@ import argparse
 import dataclasses
 import json
 import os
+import resource
 import statistics
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,8 +52,6 @@ def sequence(name: str, prompt: np.ndarray, completion: np.ndarray, advantage: f
 
 def chain_sum(model: str, groups: int, completions: int) -> list[TrainingSequence]:
     """Prompts as a run of ``configs/grpo_smollm2.yaml`` renders them; answers of 15 to 25 random tokens."""
-    from pathlib import Path
-
     from transformers import AutoTokenizer
 
     from forge_async.config import Config, load_config
@@ -108,6 +113,42 @@ def compare(engine: TrainerEngine, sequences: list[TrainingSequence], repeats: i
     }
 
 
+def peak(model: str, shared: bool, prompt: int, completion: int, completions: int) -> dict[str, Any]:
+    """In this process: MiB that a gradient adds to its peak beyond model and gradients, and the largest row."""
+    from forge_async.trainer.config import TrainerConfig
+    from forge_async.trainer.engine import TrainerEngine
+
+    tokens = prompt + completion * completions
+    config = TrainerConfig(device="cpu", micro_batch_tokens=tokens, share_prompts=shared)
+    engine = TrainerEngine(config, model)
+    if not shared:
+        engine.config = dataclasses.replace(config, micro_batch_tokens=prompt + completion)
+        completions = 2
+    engine.gradient(of_lengths(16, 16, 1, 1))
+    # No process takes its peak back: what loading took must not count as what the gradient does.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    sequences = of_lengths(prompt, completion, 1, completions)
+    engine.gradient(sequences)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    highest = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    gradients = sum(parameter.nbytes for parameter in engine.model.parameters())
+    row = max(row.tokens for row in engine._rows(sequences))
+    return {"row_tokens": row, "mib": round((highest - before - gradients) / 2**20)}
+
+
+def memory(model: str, lengths: str) -> dict[str, Any]:
+    """:func:`peak` with and without sharing, each in a process whose freed memory goes back to the system at once."""
+    found = {}
+    for name in ("shared", "unshared"):
+        command = [sys.executable, __file__, "--model", model, "--memory", lengths, "--peak", name]
+        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+    per_token = {name: each["mib"] / each["row_tokens"] for name, each in found.items()}
+    return found | {"per_token_shared_over_unshared": round(per_token["shared"] / per_token["unshared"], 3)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="models/smollm2", help="Hugging Face folder")
@@ -116,17 +157,28 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="*", default=["32/256", "128/128", "512/32", "2048/32"])
     parser.add_argument("--length-groups", type=int, default=1, help="prompts per step of the table")
     parser.add_argument("--length-completions", type=int, default=4, help="of each")
+    parser.add_argument("--memory", default="2048/32/16", help="prompt/completion/completions; empty leaves it out")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peak", choices=["shared", "unshared"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # before torch is imported, which counts cores then
     import torch
 
     torch.set_num_threads(1)
+    if options.peak:
+        lengths = [int(part) for part in options.memory.split("/")]
+        print(json.dumps(peak(options.model, options.peak == "shared", *lengths)))
+        return
     from forge_async.trainer.config import OptimizerConfig, TrainerConfig
     from forge_async.trainer.engine import TrainerEngine
 
-    engine = TrainerEngine(TrainerConfig(device="cpu", optimizer=OptimizerConfig(lr=1e-6)), options.model)
     result: dict[str, Any] = {"repeats": options.repeats, "bound": 2.5, "table_bound": 0.15}
+    if options.memory:
+        result["memory"] = memory(options.model, options.memory)
+        for name in ("shared", "unshared"):
+            case = result["memory"][name]
+            print(f"{options.memory} {name}: {case['mib']} MiB above the model, rows of {case['row_tokens']} tokens")
+    engine = TrainerEngine(TrainerConfig(device="cpu", optimizer=OptimizerConfig(lr=1e-6)), options.model)
     print(f"{'':>10} {'computed tokens':>16} {'useful tok/s':>16} {'gain':>6} {'computed':>9}")
     cases = {"chain_sum": chain_sum(options.model, options.groups, options.completions)} if options.groups else {}
     for lengths in options.lengths:

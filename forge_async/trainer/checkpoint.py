@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,57 @@ def save_checkpoint(folder: Path, state: dict[str, Any], version: int, extra: di
     Args:
         state: ``model``, ``optimizer`` and ``schedule``; anything with ``state_dict`` and ``load_state_dict``.
         extra: the caller's own state, anything JSON can hold.
+
+    Raises:
+        ForgeError: on every rank, where one could not write; what was there before under the name is untouched.
     """
     staging = folder.with_name(folder.name + ".partial")
-    if rank == 0:
+
+    def begin() -> None:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-    _barrier()
-    dcp.save(_state_dict(state), checkpoint_id=str(staging), no_dist=not dist.is_initialized())
-    if rank == 0:
+
+    def finish() -> None:
         (staging / META_FILE).write_text(json.dumps({"version": version, "extra": extra}))
         if folder.exists():
             shutil.rmtree(folder)
         staging.rename(folder)
+
+    _on_first_rank(folder, rank, begin)
+    try:
+        dcp.save(_state_dict(state), checkpoint_id=str(staging), no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        if rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)  # the disk may be full of it
+        raise _unwritten(folder, repr(_cause(error))) from error
+    _on_first_rank(folder, rank, finish)
+
+
+def _on_first_rank(folder: Path, rank: int, work: Callable[[], None]) -> None:
+    """All ranks wait for the first to do it, and fail with it."""
+    failure: list[str | None] = [None]
+    if rank == 0:
+        try:
+            work()
+        except OSError as error:
+            failure = [repr(error)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise _unwritten(folder, failure[0])
+
+
+def _unwritten(folder: Path, cause: str) -> ForgeError:
+    return ForgeError(
+        f"the checkpoint {folder} could not be written: {cause}. "
+        "Make room there or choose another place, then save or resume again."
+    )
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """What failed on the first rank that did. A CheckpointException is no Exception: it would end the process."""
+    cause, _ = next(iter(error.failures.values()))
+    return cause
 
 
 def load_checkpoint(folder: Path, state: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -49,9 +89,10 @@ def load_checkpoint(folder: Path, state: dict[str, Any]) -> tuple[int, dict[str,
     loaded = _state_dict(state)
     try:
         dcp.load(loaded, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
-    except CheckpointException as error:  # not an Exception: it would end the process of the trainer
-        cause, _ = next(iter(error.failures.values()))
-        raise ForgeError(f"the checkpoint {folder} does not fit this model: {cause}. Resume with its model.") from error
+    except CheckpointException as error:
+        raise ForgeError(
+            f"the checkpoint {folder} does not fit this model: {_cause(error)}. Resume with its model."
+        ) from error
     for name, part in state.items():
         # Parameters were loaded in place; a model's own load_state_dict would only copy them onto themselves.
         if not isinstance(part, nn.Module):
@@ -61,8 +102,3 @@ def load_checkpoint(folder: Path, state: dict[str, Any]) -> tuple[int, dict[str,
 
 def _state_dict(state: dict[str, Any]) -> dict[str, Any]:
     return {name: part.state_dict() for name, part in state.items()}
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

@@ -364,7 +364,6 @@ class TrainerEngine:
     def save_checkpoint(self, folder: str | Path, extra: dict[str, Any]) -> None:
         """Write model, optimizer, schedule, version and ``extra`` (JSON) atomically to ``folder``. Collective."""
         save_checkpoint(Path(folder), self._checkpoint_state(), self.version, extra, self.rank)
-        self._barrier()
 
     def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
         """Restore what :meth:`save_checkpoint` wrote, on any number of ranks; returns its ``extra``. Collective."""

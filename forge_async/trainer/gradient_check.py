@@ -26,12 +26,12 @@ from safetensors.torch import load_file, save_file
 from forge_async.errors import ForgeError
 from forge_async.trainer.config import ParallelismConfig, TrainerConfig
 from forge_async.trainer.engine import TrainerEngine
-from forge_async.trainer.logprobs import at_least_float32
 from forge_async.trainer.loss import LossFunction, PolicyTokens, policy_loss
 from forge_async.types import TrainingSequence
 
-TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
-"""Largest relative deviation that rounding explains, by ``trainer.dtype``."""
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05}
+"""Largest relative deviation that rounding explains, by ``trainer.dtype``; in bfloat16 it grows with depth: 0.007 for 2
+layers, 0.009 for 12, 0.018 for 30."""
 SMALL_GRADIENT = 1e-3
 """A parameter's deviation is relative to its own gradient, or to this share of the whole gradient if that is more."""
 
@@ -123,10 +123,7 @@ def gradient_check(
     if not had_group:
         trainer.close()  # mixed precision makes a group of one
     if processes > 1:
-        layout = config.parallelism if config.procs == processes else ParallelismConfig()
-        spread = dataclasses.replace(config, procs=processes, parallelism=layout)
-        if spread.device != "cpu" and torch.cuda.device_count() < processes:
-            spread = dataclasses.replace(spread, device="cpu")
+        spread = spread_over(config, processes, torch.cuda.device_count())
         found["processes"] = _by_processes(engine, spread, model_path, given, loss, timeout_s)
     compared = {name: deviation(expected, gradient) for name, gradient in found.items()}
     return GradientCheck(
@@ -136,6 +133,15 @@ def gradient_check(
         gradient_norm=_norm(expected.values()),
         tokens=tokens,
     )
+
+
+def spread_over(config: TrainerConfig, processes: int, cuda_devices: int) -> TrainerConfig:
+    """The config for so many processes; on the CPU, and by an attention that it has, unless each has a CUDA device."""
+    layout = config.parallelism if config.procs == processes else ParallelismConfig()
+    spread = dataclasses.replace(config, procs=processes, parallelism=layout)
+    if config.device == "cpu" or cuda_devices >= processes:
+        return spread
+    return dataclasses.replace(spread, device="cpu", attention="auto")
 
 
 def deviation(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> tuple[float, str]:
@@ -195,7 +201,7 @@ def one_by_one(trainer: TrainerEngine, sequences: list[TrainingSequence]) -> dic
 
     def chosen(sequence: TrainingSequence, model: torch.nn.Module) -> torch.Tensor:
         """Log-prob of each trained token, under the logits after the token before it."""
-        logits_TV = at_least_float32(trainer.logits(sequence.token_ids, model)) / sequence.temperature
+        logits_TV = trainer.logits(sequence.token_ids, model) / sequence.temperature
 
         def logprob(t: int) -> torch.Tensor:
             kept = sequence.sampling_mask.of(np.array([t])).token_ids if sequence.sampling_mask is not None else ()
@@ -245,6 +251,8 @@ def _by_processes(
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(config.procs)}
+        # Ranks with a thread for every core each would spend their time waiting for one.
+        shared["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // config.procs))
         shared["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         ranks = [
             subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})

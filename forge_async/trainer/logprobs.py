@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from forge_async.types import SamplingMask
 
@@ -99,6 +98,9 @@ def selected_logprobs(
 ) -> torch.Tensor:
     """Log-probs and entropies [2, K], float32 (float64 for a model in float64).
 
+    Of a model in bfloat16 the logits are float32 too, and the gradient of the projection adds up in float32 over chunks
+    and is rounded once.
+
     log p_k = z_k[label_k] - logsumexp(z_k), z_k = W h_k / temperature_k; H_k = -sum_v p_kv log p_kv.
     Sums run over the ids that the sampler kept at k (``predictions.kept``): top-k, top-p and min-p choose among the
     scaled logits, and what is sampled from is their softmax over the chosen ones. A label that is not kept has -inf.
@@ -126,10 +128,11 @@ class _SelectedLogprobs(torch.autograd.Function):
         held_bytes: int,
     ) -> torch.Tensor:
         chunks = list(_chunks(len(hidden_KD), predictions.chunk_size))
-        dtype = torch.promote_types(hidden_KD.dtype, torch.float32)
-        results, held = [hidden_KD.new_zeros((2, 0), dtype=dtype)], []
+        wide = torch.promote_types(hidden_KD.dtype, torch.float32)
+        results, held = [hidden_KD.new_zeros((2, 0), dtype=wide)], []
+        factors = _factor(hidden_KD), _factor(weight_VD)
         for start, stop in chunks:
-            exp_KV, total_K, result_2K = _exponentials(hidden_KD, weight_VD, predictions, split, start, stop)
+            exp_KV, total_K, result_2K = _exponentials(*factors, predictions, split, start, stop)
             results.append(result_2K)
             held_bytes -= exp_KV.nbytes
             held.append((exp_KV, total_K, result_2K) if held_bytes >= 0 else None)
@@ -142,10 +145,12 @@ class _SelectedLogprobs(torch.autograd.Function):
     def backward(
         context: Any, gradient_2K: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
-        hidden_KD, weight_VD = context.saved_tensors
+        given_KD, given_VD = context.saved_tensors
+        hidden_KD, weight_VD = _factor(given_KD), _factor(given_VD)
         predictions, split = context.predictions, context.split
+        wide = torch.promote_types(given_VD.dtype, torch.float32)
         d_hidden_KD = torch.zeros_like(hidden_KD) if context.needs_input_grad[0] else None
-        d_weight_VD: torch.Tensor | None = None
+        d_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if context.needs_input_grad[1] else None
         for index, (start, stop) in enumerate(context.chunks):
             found, context.held[index] = context.held[index], None
             if found is None:
@@ -161,14 +166,26 @@ class _SelectedLogprobs(torch.autograd.Function):
             del exp_KV, found
             if d_hidden_KD is not None:
                 torch.mm(d_KV, weight_VD, out=d_hidden_KD[start:stop])
-            if context.needs_input_grad[1]:
-                if d_weight_VD is None:
-                    d_weight_VD = d_KV.T @ hidden_KD[start:stop]
-                else:
+            if d_weight_VD is not None:
+                if d_KV.dtype == wide:
                     d_weight_VD.addmm_(d_KV.T, hidden_KD[start:stop])
-        if d_weight_VD is None and context.needs_input_grad[1]:
-            d_weight_VD = torch.zeros_like(weight_VD)
+                else:
+                    d_weight_VD += _product(d_KV.T, hidden_KD[start:stop])
+        d_hidden_KD, d_weight_VD = (
+            None if gradient is None else gradient.to(given.dtype)
+            for gradient, given in ((d_hidden_KD, given_KD), (d_weight_VD, given_VD))
+        )
         return d_hidden_KD, d_weight_VD, None, None, None
+
+
+def _factor(matrix: torch.Tensor) -> torch.Tensor:
+    """What products are computed of: on a CPU float32 for bfloat16, since a CPU's product of these is rounded to it."""
+    return matrix if matrix.is_cuda else at_least_float32(matrix)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b in float32, also of bfloat16 (on CUDA, which adds up in float32 in any case), or as they are in float64."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.dtype == torch.bfloat16 else a @ b
 
 
 def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
@@ -196,7 +213,7 @@ def _exponentials(
     The logits are overwritten block by block, so that one [K, V] tensor is all there is and a block stays in the
     processor's cache.
     """
-    exp_KV = at_least_float32(F.linear(hidden_KD[start:stop], weight_VD))
+    exp_KV = _product(hidden_KD[start:stop], weight_VD.T)
     if predictions.kept is not None:
         kept = predictions.kept.part(start, stop)
         exp_KV.masked_fill_(~kept.dense(split.start if split is not None else 0, exp_KV.shape[1]), -torch.inf)
@@ -223,6 +240,6 @@ def _exponentials(
     return exp_KV, total_K, torch.stack([chosen_K - log_total_K, log_total_K - moment_K / total_K])
 
 
-def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+def at_least_float32(values: torch.Tensor) -> torch.Tensor:
     """The same in float32, or as they are in float64."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -59,7 +59,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 from torchtitan.tools import utils as titan_utils
 
-from forge_async.trainer.logprobs import Predictions, VocabularySplit, selected_logprobs
+from forge_async.trainer.logprobs import Predictions, VocabularySplit, at_least_float32, selected_logprobs
 from forge_async.trainer.segments import AttentionLayout, segment_attention
 
 __all__ = [
@@ -187,8 +187,8 @@ class LogprobHead(Linear):
     """Output projection that returns the log-probs and entropies a row asks for instead of its logits.
 
     While ``predictions`` is set, ``forward`` takes hidden states [1, T, D] and returns float32 [2, K]: log-probs and
-    entropies. Otherwise it returns logits, as the layer it replaces. With tensor parallelism each rank holds some rows
-    of the vocabulary, hidden states come in whole, and every rank returns the same plain tensor.
+    entropies. Otherwise it returns logits, in float32 also of bfloat16. With tensor parallelism each rank holds some
+    rows of the vocabulary, hidden states come in whole, and every rank returns the same plain tensor.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -209,7 +209,7 @@ class LogprobHead(Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.predictions is None:
-            return super().forward(input)
+            return F.linear(at_least_float32(input), at_least_float32(self.weight))
         hidden, weight, split = input, self.weight, None
         if isinstance(weight, DTensor):
             mesh = weight.device_mesh

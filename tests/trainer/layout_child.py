@@ -1,4 +1,7 @@
-"""One rank of ``test_layouts.py``: for each of the cases in a file loads its start, steps, and writes what it saw."""
+"""The ranks of ``test_layouts.py``: for each of the cases in a file loads its start, steps, and writes what it saw.
+
+They are forked from one process that has imported everything, which takes longer than their work.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import sys
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch.multiprocessing import start_processes
 from trainer_samples import forked, groups, masked, sequence
 
 from forge_async.trainer.config import OptimizerConfig, ParallelismConfig, TrainerConfig
@@ -58,7 +62,12 @@ def run_case(model: str, folder: Path, layout: ParallelismConfig) -> None:
     engine.close()
 
 
-if __name__ == "__main__":
-    for model, folder, layout, port in json.loads(Path(sys.argv[1]).read_text()):
+def run_rank(rank: int, cases: str, world: int) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    for model, folder, layout, port in json.loads(Path(cases).read_text()):
         os.environ["MASTER_PORT"] = str(port)
         run_case(model, Path(folder), ParallelismConfig(**layout))
+
+
+if __name__ == "__main__":
+    start_processes(run_rank, (sys.argv[1], int(sys.argv[2])), nprocs=int(sys.argv[2]), start_method="fork")

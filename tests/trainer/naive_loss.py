@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,6 +20,8 @@ class Sample:
     advantage: float
     episode: str
     staleness: list[int]
+    reference: list[float] = field(default_factory=list)
+    """Log-probs under the reference policy; empty: no penalty."""
 
     @property
     def counted(self) -> list[int]:
@@ -103,9 +105,18 @@ ALGORITHMS: dict[str, Callable[[list[Sample]], torch.Tensor]] = {
 
 
 def corrected(
-    samples: list[Sample], importance: str, level: str, proximal: str, surrogate: str, low: float, high: float
+    samples: list[Sample],
+    importance: str,
+    level: str,
+    proximal: str,
+    surrogate: str,
+    low: float,
+    high: float,
+    *,
+    aggregation: str = "token_mean",
+    kl_coefficient: float = 0.0,
 ) -> torch.Tensor:
-    """A token mean with a correction; ``surrogate`` is token_clip or policy_gradient."""
+    """GRPO's bounds with a correction; the penalty is k2, which has the exact KL's gradient as it stands."""
     total = torch.zeros((), dtype=torch.float64)
     for sample in samples:
         old = {}
@@ -130,7 +141,29 @@ def corrected(
                 term = sample.advantage * sample.logprobs[t]
                 factor = 1.0 if importance == "none" else weight
             else:
-                term = ppo_term(sample.logprobs[t] - old[t], sample.advantage, 0.2, 0.2)
+                term = ratio_term(sample, t, old, surrogate)
                 factor = 1.0 if proximal == "none" else weight
-            total = total - factor * term
-    return total / all_tokens(samples)
+            loss = -factor * term
+            if sample.reference:
+                bounded = min(math.exp(float(sample.logprobs[t]) - sample.behaviour[t]), 10.0)
+                loss = loss + kl_coefficient * bounded * (sample.logprobs[t] - sample.reference[t]) ** 2 / 2
+            total = total + loss / share(samples, sample, aggregation)
+    return total
+
+
+def ratio_term(sample: Sample, t: int, old: dict[int, float], surrogate: str) -> torch.Tensor:
+    if surrogate == "token_clip":
+        return ppo_term(sample.logprobs[t] - old[t], sample.advantage, 0.2, 0.2)
+    if surrogate == "sequence_clip":
+        mean = sum(sample.logprobs[s] - old[s] for s in sample.counted) / len(sample.counted)
+        return ppo_term(mean, sample.advantage, 0.2, 0.2)
+    bounded = min(max(math.exp(float(sample.logprobs[t]) - old[t]), 0.8), 1.2)  # cispo
+    return bounded * sample.advantage * sample.logprobs[t]
+
+
+def share(samples: list[Sample], sample: Sample, aggregation: str, length: int = 100) -> float:
+    """What a token's loss is divided by."""
+    episodes = len({s.episode for s in samples if s.counted})
+    if aggregation == "sequence_mean":
+        return episodes * episode_tokens(samples, sample.episode)
+    return episodes * length if aggregation == "constant" else all_tokens(samples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import resource
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from trainer_samples import forked, groups, sequence
 
 from forge_async.errors import ConfigError, DataError, ForgeError
@@ -248,6 +250,27 @@ def test_a_resume_takes_its_own_settings_and_refuses_another_model(tiny_model, t
         other.load_checkpoint(tmp_path / "ck")
 
 
+def test_a_checkpoint_that_cannot_be_written_is_an_error_and_leaves_the_one_before(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine = TrainerEngine(CONFIG, tiny_llama)
+    (tmp_path / "taken").write_text("a file where the folder should be")
+    with pytest.raises(ForgeError, match=r"the checkpoint .*version-0 could not be written: NotADirectoryError"):
+        engine.save_checkpoint(tmp_path / "taken" / "version-0", {})
+    folder = tmp_path / "version-0"
+    engine.save_checkpoint(folder, {"saved": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # as a full disk: its errors come while writing
+    try:
+        with pytest.raises(ForgeError, match=r"the checkpoint .*version-0 could not be written: .*File too large"):
+            engine.save_checkpoint(folder, {"saved": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert engine.load_checkpoint(folder) == {"saved": 1}
+    assert not engine.step(groups()).skipped
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["version-0"], "nothing else fills the disk"
+
+
 def test_a_learning_rate_set_by_hand_counts_from_the_next_step_and_the_schedule_goes_on(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
@@ -317,20 +340,22 @@ def test_activation_checkpointing_changes_no_gradient_and_no_name(tiny_llama: Pa
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def test_compiled_layers_compute_the_same_gradient_under_the_same_names(tiny_llama: Path, tmp_path: Path) -> None:
-    plain = TrainerEngine(CONFIG, tiny_llama)
-    compiled = TrainerEngine(dataclasses.replace(CONFIG, compile=True), tiny_llama)
-    for sequences in (forked(), groups()):  # rows of other lengths too
+def test_compiled_layers_compute_the_same_gradient_under_the_same_names(
+    tiny_model: ModelFactory, tmp_path: Path
+) -> None:
+    model = tiny_model(num_hidden_layers=1)  # compiling takes the time of it
+    plain, compiled = (TrainerEngine(dataclasses.replace(CONFIG, compile=on), model) for on in (False, True))
+    graphs = []
+    for sequences in (forked(), groups()):  # rows of 123 and 93 tokens
         expected, found = plain.gradient(sequences), compiled.gradient(sequences)
         assert expected.keys() == found.keys()
         for name, wanted in expected.items():
             torch.testing.assert_close(found[name], wanted, atol=1e-6, rtol=1e-4)
-    compiled.step(groups())
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] == graphs[1], "another length is not compiled again"
     assert [s.name for s in compiled.hf_shards()] == [s.name for s in plain.hf_shards()]
     compiled.save_checkpoint(tmp_path / "ck", {})
     plain.load_checkpoint(tmp_path / "ck")
-    for a, b in zip(plain.logprobs(groups()), compiled.logprobs(groups()), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_flex_attention_sees_the_same_tree(tiny_llama: Path) -> None:

@@ -13,7 +13,7 @@ from forge_async.errors import ForgeError
 from forge_async.testing.models import ModelFactory
 from forge_async.trainer.config import TrainerConfig
 from forge_async.trainer.engine import TrainerEngine
-from forge_async.trainer.gradient_check import GradientCheck, gradient_check
+from forge_async.trainer.gradient_check import GradientCheck, gradient_check, spread_over
 from forge_async.trainer.loss import LossSums, PolicyTokens, policy_loss
 from forge_async.trainer.loss_config import CorrectionConfig, KLConfig, LossConfig, LossParts
 from forge_async.trainer.segments import ancestors
@@ -34,23 +34,27 @@ def failed(result: GradientCheck) -> set[str]:
         LossConfig(algorithm="dr_grpo", correction=CorrectionConfig(proximal="interpolate", importance="truncate")),
         LossConfig(algorithm="rloo", correction=CorrectionConfig(level="sequence"), aggregation="sequence_mean"),
         LossConfig(algorithm="cispo", correction=CorrectionConfig(importance="mask", level="sequence", low=0.2)),
+        LossConfig(algorithm="dapo"),
+        LossConfig(algorithm="reinforce_pp"),
+        LossConfig(algorithm="policy_gradient"),
     ],
     ids=lambda loss: loss.algorithm,
 )
-def test_every_split_and_packing_gives_the_same_gradient(tiny_llama: Path, loss: LossConfig) -> None:
-    """In float64, but for torchtitan's rotary embedding, which rounds to float32: about 5e-8 of a gradient."""
+@pytest.mark.parametrize(("engine", "tolerance"), [(DoubleTrainer, 1e-6), (TrainerEngine, 1e-5)], ids=["exact", "f32"])
+def test_every_split_and_packing_gives_the_same_gradient(
+    tiny_llama: Path, loss: LossConfig, engine: type[TrainerEngine], tolerance: float
+) -> None:
+    """``exact``: float64 but for torchtitan's rotary embedding, which rounds to float32, about 5e-8 of a gradient."""
     config = dataclasses.replace(CONFIG, loss=loss)
-    result = gradient_check(config, tiny_llama, engine=DoubleTrainer, processes=1, tolerance=1e-6)
+    result = gradient_check(config, tiny_llama, engine=engine, processes=1, tolerance=tolerance)
     assert result.passed, str(result)
     assert set(result.deviations) == {"one_by_one", "micro_batches", "packing", "row_order"}
     assert result.tokens > 50
 
 
-def test_float32_keeps_to_its_own_rounding(tiny_llama: Path) -> None:
-    for given in (None, forked()):
-        result = gradient_check(CONFIG, tiny_llama, given, processes=1)
-        assert result.passed, str(result)
-        assert max(result.deviations.values()) < 1e-5
+def test_forks_in_float32_keep_to_its_own_rounding(tiny_llama: Path) -> None:
+    result = gradient_check(CONFIG, tiny_llama, forked(), processes=1, tolerance=1e-5)
+    assert result.passed, str(result)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo"])
@@ -80,7 +84,7 @@ def test_mixed_precision_is_held_to_its_own_rounding_and_leaves_no_group(tiny_ll
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     for _ in range(2):
         result = gradient_check(config, tiny_llama, processes=1)
-        assert 1e-4 < max(result.deviations.values()) <= result.tolerance, str(result)
+        assert 1e-4 < max(result.deviations.values()) < 0.02, str(result)  # more layers round more
     assert not dist.is_initialized()
 
 
@@ -96,6 +100,14 @@ def test_processes_agree(tiny_model: ModelFactory) -> None:
     result = gradient_check(dataclasses.replace(CONFIG, loss=LossConfig(kl=KLConfig(coefficient=0.1))), folder)
     assert result.passed, str(result)
     assert "processes" in result.deviations
+
+
+def test_more_processes_than_cuda_devices_run_on_the_cpu_whatever_the_attention() -> None:
+    for config in (TrainerConfig(attention="flex"), TrainerConfig(attention="varlen", dtype="bfloat16", device="cuda")):
+        spread = spread_over(config, 2, cuda_devices=1)
+        assert (spread.procs, spread.device, spread.attention) == (2, "cpu", "auto")
+        spread = spread_over(config, 2, cuda_devices=2)
+        assert (spread.procs, spread.device, spread.attention) == (2, config.device, config.attention)
 
 
 def test_labels_shifted_by_one_are_found(tiny_llama: Path) -> None:

@@ -64,6 +64,23 @@ def test_masked_logprobs_equal_a_naive_softmax_over_the_kept_ids_for_every_chunk
     torch.testing.assert_close(weight_VD.grad, wanted[1], atol=1e-5, rtol=1e-5)
 
 
+def test_of_a_bfloat16_model_the_logits_are_not_rounded_and_the_gradient_once() -> None:
+    """Each prediction in a chunk of its own, so that the projection's gradient is a sum of 23."""
+    hidden_KD, weight_VD, label_K, inverse_K, mask = problem()
+    exact = [x.detach().bfloat16().double().requires_grad_() for x in (hidden_KD, weight_VD)]
+    rounded = [x.detach().bfloat16().requires_grad_() for x in (hidden_KD, weight_VD)]
+    coefficient_K = torch.linspace(-1, 1, COUNT)
+    expected = naive(*exact, label_K, inverse_K, mask)
+    wanted = torch.autograd.grad((expected[0] * coefficient_K).sum(), exact)
+    predictions = Predictions(label_K, label_K, inverse_K, KeptIds.on(torch.device("cpu"), mask), 1)
+    actual = selected_logprobs(*rounded, predictions)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-6, rtol=1e-6)
+    found = torch.autograd.grad((actual[0] * coefficient_K).sum(), rounded)
+    for got, value in zip(found, wanted, strict=True):
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got.double(), value, atol=1e-6, rtol=2**-8)
+
+
 def test_recorded_ids_decide_where_logits_tie_at_the_cut() -> None:
     """In bfloat16 neighbours tie often. Which of them the sampler kept is a fact of its own, not of the logits."""
     hidden_KD = torch.ones(3, 8, dtype=torch.bfloat16)

@@ -264,6 +264,9 @@ def packed(given: list[Sample], config: LossConfig, rows: list[list[int]]) -> tu
                 staleness_K=torch.tensor([v for s in chosen for v in s.staleness], dtype=torch.float64),
                 index_K=torch.repeat_interleave(torch.arange(len(chosen)), lengths),
                 sequences=len(chosen),
+                reference_K=torch.tensor([v for s in chosen for v in s.reference], dtype=torch.float64)
+                if given[0].reference
+                else None,
             ),
             config.resolved(),
         )
@@ -305,9 +308,9 @@ CORRECTIONS = [
     for importance in ("none", "truncate", "mask")
     for level in ("token", "sequence")
     for proximal in ("none", "recompute", "interpolate")
-    for surrogate in ("token_clip", "policy_gradient")
+    for surrogate in ("token_clip", "sequence_clip", "cispo", "policy_gradient")
     if not (surrogate == "policy_gradient" and proximal != "none")
-    and not (surrogate == "token_clip" and proximal == "none" and importance == "truncate")
+    and not (surrogate != "policy_gradient" and proximal == "none" and importance == "truncate")
 ]
 
 
@@ -319,6 +322,38 @@ def test_every_correction_equals_its_naive_version_however_packed(
     correction = CorrectionConfig(importance=importance, level=level, proximal=proximal, low=0.4, high=1.7)
     expected = corrected(given, importance, level, proximal, surrogate, 0.4, 1.7)
     check(given, expected, LossConfig(surrogate=surrogate, correction=correction))
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "constant"])
+@pytest.mark.parametrize("surrogate", ["token_clip", "cispo"])
+def test_a_correction_with_a_penalty_adds_up_as_its_naive_version(surrogate: str, aggregation: str) -> None:
+    given = samples(3)
+    random = np.random.default_rng(1)
+    for sample in given:
+        sample.reference = [value.item() + random.normal(0, 0.5) for value in sample.logprobs]
+    correction = CorrectionConfig(importance="mask", level="sequence", low=0.2, high=3.0)
+    config = LossConfig(
+        surrogate=surrogate,
+        aggregation=aggregation,
+        constant_length=100,
+        correction=correction,
+        kl=KLConfig(coefficient=0.3, estimator="k2"),
+    )
+    settings = ("mask", "sequence", "none", surrogate, 0.2, 3.0)
+    expected = corrected(given, *settings, aggregation=aggregation, kl_coefficient=0.3)
+    unpenalised = corrected(given, *settings, aggregation=aggregation)
+    assert abs(float(expected.detach()) - float(unpenalised.detach())) > 1e-4
+    check(given, expected, config)
+
+
+@pytest.mark.parametrize("surrogate", ["token_clip", "sequence_clip"])
+def test_a_ratio_above_the_dual_clips_bound_equals_its_naive_version(surrogate: str) -> None:
+    given = samples(4)
+    far = given[0]
+    far.advantage, far.behaviour = -1.0, [value.item() - 2.5 for value in far.logprobs]  # ratio 12.2, bound 10
+    expected = corrected(given, "none", "token", "none", surrogate, 0.4, 1.7)
+    check(given, expected, LossConfig(surrogate=surrogate))
+    assert all(leaf.grad is None or not leaf.grad.any() for leaf in far.logprobs), "the bound decides"
 
 
 # -- KL --------------------------------------------------------------------------------------------------------------

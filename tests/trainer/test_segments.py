@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from forge_async.trainer.logprobs import Predictions, selected_logprobs
 from forge_async.trainer.segments import Segment, attention_layout, segment_attention
@@ -39,6 +42,40 @@ def test_attention_equals_a_dense_mask() -> None:
     grads = torch.autograd.grad((actual[0] * weight).sum(), (q, k, v))
     for got, wanted in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation makes."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        sizes = [value.untyped_storage().nbytes() for value in tree_leaves(made) if isinstance(value, torch.Tensor)]
+        self.nbytes = max(self.nbytes, *sizes, 0)
+        return made
+
+
+def test_many_completions_of_a_long_prompt_take_the_memory_of_their_row() -> None:
+    """64 completions see 512 prompt tokens each: 34304 keys, in a row of 1024 tokens."""
+    segments = [Segment(0, 512), *(Segment(512 + 8 * index, 8, 0) for index in range(64))]
+    layout = attention_layout(segments)
+    assert sum(bucket.key_SC.numel() for bucket in layout.buckets) > 30 * 1024
+    q = torch.randn(1, 1024, 8, 32, requires_grad=True)
+    k, v = (torch.randn(1, 1024, 4, 32, requires_grad=True) for _ in range(2))
+    row = q.nbytes + k.nbytes + v.nbytes
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with LargestTensor() as largest:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = segment_attention(q, k, v, layout, None)
+        output.sum().backward()
+    assert sum(kept.values()) <= row, "what the backward pass starts from"
+    assert largest.nbytes <= row, "and what is there at any time"
 
 
 def test_logprobs_in_chunks_equal_the_full_softmax() -> None:

@@ -271,7 +271,7 @@ TABLE = (
         r"forge-async doctor \S+\.yaml.*",
         prints_its_config,
         "tests/doctor/test_doctor.py::test_faults_in_running_meshes_are_found",
-        "check_running",
+        "report.examine(config)",
     ),
     Row(
         r"forge-async sft \S+\.yaml.*",

@@ -102,7 +102,19 @@ class Recorded:
                 ) from error
         if config.resume:
             raise NotReplayable(f"{run} was resumed from a checkpoint: requests that were open then are not recorded.")
-        return cls(folder, config, wanted, lines, _requests(folder, config), list(_warnings(head)))
+        requests = _requests(folder, config)
+        for index, line in enumerate(lines):
+            if line["k"] == "done" and line["request"] not in requests:
+                whole = sum(earlier["k"] == "step" for earlier in lines[:index])
+                if wanted > whole:
+                    remedy = (
+                        f"The part before can be replayed: --steps {whole}." if whole else "Nothing can be replayed."
+                    )
+                    raise NotReplayable(
+                        f"{run}: the turns of an engine were not written to their end (was the disk full?). {remedy}"
+                    )
+                break
+        return cls(folder, config, wanted, lines, requests, list(_warnings(head)))
 
     @property
     def sessions(self) -> dict[str, int]:

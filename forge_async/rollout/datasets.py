@@ -266,7 +266,7 @@ def _reasoning_gym_rows(config: DatasetConfig) -> list[Row]:
         columns = {**entry["metadata"], "question": entry["question"], "answer": entry["answer"]}
         row = _row(columns, config, f"{config.name} row {index}")
         task = row.metadata["task"] if config.task_column else config.name
-        rows.append(Row(row.content, row.answer, {"task": task, "entry": entry}))
+        rows.append(Row(row.content, row.answer, {"task": task, "dataset": config.name, "entry": entry}))
     return rows
 
 

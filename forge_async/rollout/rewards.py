@@ -224,7 +224,7 @@ def reasoning_gym_score(prompt: Prompt, completion: str, **_: object) -> float:
     """The score of the reasoning-gym task that made the prompt, for the completion as a whole."""
     import reasoning_gym
 
-    score = reasoning_gym.get_score_answer_fn(prompt.metadata["task"])
+    score = reasoning_gym.get_score_answer_fn(prompt.metadata["dataset"])
     return float(score(completion.strip(), prompt.metadata["entry"]))
 
 

@@ -79,9 +79,12 @@ class Run:
             await self.stop()
             if self._pace is not None and self._pace.failure is not None:
                 raise self._pace.failure
+            return
+        if self._stopping:  # by another task, which sees to the rest
+            await self._down.wait()
         elif self._phase == "up":
             await self._shut_down(_outcome(error))
-            self._raise_explained(error)
+        self._raise_explained(error)
 
     async def start(self) -> Run:
         """Bring the engines up, put their weights in sync, and verify log-probs; returns this. The run is paused then.
@@ -170,9 +173,9 @@ class Run:
         another task calls :meth:`pause` or :meth:`stop`.
         """
         pace = self._up("steps")
-        with pace.iteration():
+        with pace.iteration() as iteration:
             try:
-                while (step := await pace.next()) is not None:
+                while (step := await pace.next(iteration)) is not None:
                     yield step
             finally:
                 if pace.state != "running":

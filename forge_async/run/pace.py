@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from forge_async.errors import ForgeError, RunFailed, RunStateError
@@ -24,6 +25,13 @@ class Stepping(Protocol):
     def failure(self) -> ForgeError | None: ...
     async def pause(self) -> None: ...
     def fail(self, error: ForgeError) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Iteration:
+    """A caller's own: see :meth:`Pace.iteration`."""
+
+    task: asyncio.Task | None
 
 
 class Pace:
@@ -52,8 +60,8 @@ class Pace:
         self._pausing = self._orphaned = self._held = self._closed = False
         self._begun = False
         """The step under way is more than one that waits to be let go."""
-        self._iteration: list[asyncio.Task | None] = []
-        """The task of a caller that iterates, see :meth:`iteration`."""
+        self._iteration: Iteration | None = None
+        """That of a caller who iterates, until another task ends it."""
         self._free = asyncio.Event()
         """Not set while steps are to be held; then ``_held`` says that one is."""
         self._free.set()
@@ -91,30 +99,30 @@ class Pace:
             )
 
     @contextmanager
-    def iteration(self) -> Iterator[None]:
+    def iteration(self) -> Iterator[Iteration]:
         """A caller takes steps by :meth:`next`, one after the other, until it has enough, the end, or :meth:`rest`."""
         self.require_rest("steps")
-        iteration = self._iteration = [asyncio.current_task()]
+        iteration = self._iteration = Iteration(asyncio.current_task())
         self._pausing = False
         try:
-            yield
+            yield iteration
         finally:
             if self._iteration is iteration:  # one that is closed late does not end the next
-                self._iteration = []
+                self._iteration = None
 
     @property
     def iterates(self) -> bool:
         """A caller is within an :meth:`iteration`, though it may be busy between two steps."""
-        return bool(self._iteration)
+        return self._iteration is not None
 
     @property
     def holds(self) -> bool:
         """The next step will be held, see :meth:`hold`."""
         return not self._free.is_set()
 
-    async def next(self) -> Step | None:
+    async def next(self, iteration: Iteration) -> Step | None:
         """The next step, for a caller that logs it; None at the end, or where :meth:`rest` has ended the iteration."""
-        if self._is_over() or self._closed or (self.iterates and self._pausing):
+        if self._is_over() or self._closed or iteration is not self._iteration:
             return None
         step = self._begin(logged=False)
         try:
@@ -122,6 +130,10 @@ class Pace:
         except asyncio.CancelledError:
             if step.cancelled():
                 return None  # it was put off by another task
+            if step.done():  # in the same turn
+                if step.exception() is None and (ended := step.result()) is not None:
+                    self._log(ended)
+                raise
             self._orphaned = True
             self._drop_waiting()
             raise
@@ -154,7 +166,9 @@ class Pace:
 
         Ends the iteration of another task. A caller that rests between two steps of its own goes on by the next one.
         """
-        others = self.iterates and asyncio.current_task() not in self._iteration
+        others = self._iteration is not None and asyncio.current_task() is not self._iteration.task
+        if others:
+            self._iteration = None
         if others or self._busy(self._many) or self._busy(self._step):
             self._ask()
         await self.wait()

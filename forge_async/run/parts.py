@@ -246,7 +246,10 @@ class Parts:
             target = self.folder.model
             self.recording.console.phase(f"exporting the model to {target}")
             await self.ask_trainer("export_hf", str(target))
-            mark_exported(target, self.loop.version)
+            try:
+                mark_exported(target, self.loop.version)
+            except OSError as error:
+                self.recording.console.warn(f"{target}: its version could not be noted: {error}")
 
     def explain(self, error: ForgeError) -> ForgeError:
         """A RunFailed that says how to go on, where the run has a folder; any other error as it is."""

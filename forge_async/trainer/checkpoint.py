@@ -27,17 +27,25 @@ def save_checkpoint(folder: Path, state: dict[str, Any], version: int, extra: di
     Raises:
         ForgeError: on every rank, where one could not write; what was there before under the name is untouched.
     """
-    staging = folder.with_name(folder.name + ".partial")
+    staging, former = (folder.with_name(folder.name + end) for end in (".partial", ".former"))
+    meta = json.dumps({"version": version, "extra": extra})
 
     def begin() -> None:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
 
     def finish() -> None:
-        (staging / META_FILE).write_text(json.dumps({"version": version, "extra": extra}))
-        if folder.exists():
-            shutil.rmtree(folder)
-        staging.rename(folder)
+        try:
+            (staging / META_FILE).write_text(meta)
+            if folder.exists():
+                folder.rename(former)
+            staging.rename(folder)
+        except OSError:
+            shutil.rmtree(staging, ignore_errors=True)
+            if former.exists():
+                former.rename(folder)
+            raise
+        shutil.rmtree(former, ignore_errors=True)
 
     _on_first_rank(folder, rank, begin)
     try:

@@ -143,6 +143,18 @@ def test_what_depends_on_more_than_the_schedule_is_refused(tmp_path: Path) -> No
         Recorded.read(tmp_path / "lost")
 
 
+def test_a_schedule_whose_turns_end_early_is_replayed_up_to_there(tmp_path: Path) -> None:
+    """An engine could not write its own for a moment, the loop could."""
+    journal = write(tmp_path)
+    journal.completed("0-1.1~0", completion())
+    journal.batch(3, [group("0-1")], [sequence()])
+    journal.trained(3, stats(3))
+    journal.close()
+    with pytest.raises(NotReplayable, match=r"turns of an engine were not written to their end.*--steps 2"):
+        Recorded.read(tmp_path)
+    assert Recorded.read(tmp_path, 2).steps == 2
+
+
 def test_an_episode_that_ended_before_it_was_sent_ends_so_again(tmp_path: Path) -> None:
     """It waited for a place in the engines for too long. Its siblings were sent; another prompt's never was."""
     write(tmp_path).close()

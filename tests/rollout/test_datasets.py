@@ -12,6 +12,7 @@ from forge_async.errors import ConfigError, DataError
 from forge_async.model_zoo import byte_tokenizer
 from forge_async.rollout.config import DatasetConfig, Example
 from forge_async.rollout.datasets import PromptSource, load_rows
+from forge_async.rollout.rewards import reasoning_gym_score
 
 CHAIN_SUM = dict(name="chain_sum", params=dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1))
 
@@ -292,5 +293,7 @@ def test_a_procedural_tasks_rows_may_say_what_they_belong_to() -> None:
         str(row.metadata["entry"]["metadata"]["num_terms"]) for row in rows
     ]
     assert {row.metadata["task"] for row in load_rows(DatasetConfig(size=2))} == {"chain_sum"}
+    prompt = next(PromptSource(config, byte_tokenizer()))
+    assert reasoning_gym_score(prompt, str(prompt.answer)) == 1, "the task that made it scores it all the same"
     with pytest.raises(ConfigError, match="task_column = 'x': must be \"\" when kind is environment"):
         DatasetConfig(kind="environment", task_column="x")

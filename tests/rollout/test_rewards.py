@@ -68,7 +68,7 @@ def test_reasoning_gym_score_is_the_tasks_own():
     import reasoning_gym
 
     entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=1)[0]
-    scored = prompt(entry["answer"], task="chain_sum", entry=entry)
+    scored = prompt(entry["answer"], dataset="chain_sum", entry=entry)
     assert rewards.reasoning_gym_score(scored, f" {entry['answer']}\n") == 1.0
     assert rewards.reasoning_gym_score(scored, "no idea") < 0.1
 

@@ -56,6 +56,11 @@ class Loop:
         self.version += not skipped
         return SimpleNamespace(stats=SimpleNamespace(version=self.version, skipped=skipped))
 
+    async def next(self) -> Any:
+        """One step of a caller's own iteration."""
+        with self.pace.iteration() as iteration:
+            return await self.pace.next(iteration)
+
     async def pause(self) -> None:
         self.paused += 1
 
@@ -123,13 +128,13 @@ async def test_a_step_that_waits_for_its_batch_is_put_off_by_a_pause():
 async def test_held_steps_wait_whoever_takes_them_and_the_one_being_trained_ends():
     loop = Loop()
     loop.trained.clear()
-    callers = asyncio.ensure_future(loop.pace.next())
+    callers = asyncio.ensure_future(loop.next())
     await loop.until("training")
     loop.pace.hold()
     assert loop.pace.state == "running"
     loop.trained.set()
     assert (await callers).stats.version == 1
-    for take in (loop.pace.next, lambda: loop.pace.step(1)):
+    for take in (loop.next, lambda: loop.pace.step(1)):
         version, waiting = loop.version, asyncio.ensure_future(take())
         await asyncio.sleep(0.01)
         assert (loop.pace.state, loop.version) == ("held", version) and not waiting.done()
@@ -151,20 +156,20 @@ async def test_a_held_run_can_be_paused_and_a_step_put_off_is_none():
     async with asyncio.timeout(5):
         await loop.pace.pause()
     assert (loop.version, loop.pace.state) == (0, "paused")
-    callers = asyncio.ensure_future(loop.pace.next())
+    callers = asyncio.ensure_future(loop.next())
     await asyncio.sleep(0.01)
     loop.pace.put_off()
     async with asyncio.timeout(5):
         assert await callers is None
     loop.batch.clear()
-    callers = asyncio.ensure_future(loop.pace.next())
+    callers = asyncio.ensure_future(loop.next())
     await loop.until("waiting")
     loop.pace.put_off()
     async with asyncio.timeout(5):
         assert await callers is None
     loop.batch.set()
     loop.trained.clear()
-    callers = asyncio.ensure_future(loop.pace.next())
+    callers = asyncio.ensure_future(loop.next())
     await loop.until("training")
     loop.pace.put_off()
     await asyncio.sleep(0.01)
@@ -189,7 +194,7 @@ async def test_an_interrupted_cell_leaves_the_step_being_trained_to_end_and_be_l
 async def test_steps_after_an_interrupted_wait_are_not_held_up():
     loop = Loop(total=3)
     loop.batch.clear()
-    cell = asyncio.ensure_future(loop.pace.next())
+    cell = asyncio.ensure_future(loop.next())
     await loop.until("waiting")
     cell.cancel()
     await asyncio.gather(cell, return_exceptions=True)
@@ -201,7 +206,7 @@ async def test_steps_after_an_interrupted_wait_are_not_held_up():
 async def test_an_interrupted_loop_of_the_callers_own_loses_no_step():
     loop = Loop()
     loop.trained.clear()
-    cell = asyncio.ensure_future(loop.pace.next())
+    cell = asyncio.ensure_future(loop.next())
     await loop.until("training")
     cell.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -212,7 +217,7 @@ async def test_an_interrupted_loop_of_the_callers_own_loses_no_step():
     await loop.pace.wait()
     assert loop.logged == [1], "nobody else logs it"
     assert loop.paused == 1, "nothing is admitted after it"
-    assert (await loop.pace.next()).stats.version == 2  # type: ignore[union-attr]
+    assert (await loop.next()).stats.version == 2  # type: ignore[union-attr]
     assert loop.logged == [1], "the caller logs that one"
 
 
@@ -272,8 +277,8 @@ class Caller:
 
     async def main(self) -> None:
         pace = self.loop.pace
-        with pace.iteration():
-            while (step := await pace.next()) is not None:
+        with pace.iteration() as iteration:
+            while (step := await pace.next(iteration)) is not None:
                 self.seen.append(step.stats.version)
                 self.between.set()
                 await self.idle.wait()
@@ -311,6 +316,20 @@ async def test_a_pause_ends_the_iteration_of_another_task_wherever_that_is(where
     assert len(await loop.pace.step(1)) == 1, "and it can go on"
 
 
+async def test_an_iteration_that_was_ended_does_not_go_on_after_others_took_steps():
+    loop = Loop()
+    caller = Caller(loop)
+    await caller.between.wait()
+    await loop.pace.pause()
+    assert len(await loop.pace.step(1)) == 1
+    loop.pace.resume()
+    caller.idle.set()
+    async with asyncio.timeout(5):
+        await caller.task
+    assert caller.seen == [1] and loop.pace.state == "running", "the run is the other's now"
+    await loop.pace.pause()
+
+
 async def test_a_pause_before_a_held_step_came_to_wait_does_not_wait_for_it():
     loop = Loop()
     loop.pace.hold()
@@ -327,8 +346,8 @@ async def test_a_pause_before_a_held_step_came_to_wait_does_not_wait_for_it():
 async def test_a_caller_that_pauses_between_its_own_steps_goes_on_by_the_next():
     loop = Loop(total=3)
     seen = []
-    with loop.pace.iteration():
-        while (step := await loop.pace.next()) is not None:
+    with loop.pace.iteration() as iteration:
+        while (step := await loop.pace.next(iteration)) is not None:
             seen.append(step.stats.version)
             await loop.pace.pause()
             assert loop.paused == len(seen), "nothing is admitted meanwhile"
@@ -348,10 +367,10 @@ async def test_an_iteration_that_is_closed_late_does_not_end_the_next_one():
 
 async def test_nothing_is_begun_after_the_end():
     loop = Loop()
-    with loop.pace.iteration():
-        assert await loop.pace.next() is not None
+    with loop.pace.iteration() as iteration:
+        assert await loop.pace.next(iteration) is not None
         await loop.pace.close()  # as a stop in the body of the loop does
-        assert await loop.pace.next() is None
+        assert await loop.pace.next(iteration) is None
     assert loop.version == 1
 
 

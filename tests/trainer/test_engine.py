@@ -260,12 +260,17 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_and_leaves_the_one_befo
     folder = tmp_path / "version-0"
     engine.save_checkpoint(folder, {"saved": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # as a full disk: its errors come while writing
-    try:
-        with pytest.raises(ForgeError, match=r"the checkpoint .*version-0 could not be written: .*File too large"):
-            engine.save_checkpoint(folder, {"saved": 2})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for most, more in (
+        (100_000, ""),
+        (50_000_000, "x" * 50_000_000),
+    ):  # the shards do not fit; what comes last does not
+        # As a full disk: its errors come while writing.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        try:
+            with pytest.raises(ForgeError, match=r"the checkpoint .*version-0 could not be written: .*File too large"):
+                engine.save_checkpoint(folder, {"saved": 2, "more": more})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert engine.load_checkpoint(folder) == {"saved": 1}
     assert not engine.step(groups()).skipped
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["version-0"], "nothing else fills the disk"

@@ -22,6 +22,7 @@ export function Timeline({ live, missing }) {
   const [view, setView] = useState(null); // null: all there is
   const [tip, setTip] = useState(null);
   const [failed, setFailed] = useState("");
+  const [tries, setTries] = useState(0);
   const drag = useRef(null), pending = useRef(0), asked = useRef(0);
   const scheme = useScheme();
   const labels = width < 520 ? 0 : 116;
@@ -32,14 +33,19 @@ export function Timeline({ live, missing }) {
     try {
       const found = await get(path);
       if (mine === asked.current) { setData(found); setFailed(""); }
-    } catch (error) { setFailed(error.message); }
+    } catch (error) { setFailed(error.message); setTries((n) => n + 1); }
   };
   const load = useCallback(() => {
     clearTimeout(pending.current);
     pending.current = setTimeout(() => ask(`api/timeline?pixels=${Math.round(plot)}${view ? `&start=${view[0]}&end=${view[1]}` : ""}`), 60);
   }, [view && view[0], view && view[1], plot]);
   useEffect(() => { ask(FIRST.timeline); }, []); // how wide it is shows later
-  useEffect(() => { if (data) load(); }, [load]);
+  useEffect(() => { if (data) load(); }, [load, !data]);
+  useEffect(() => {
+    if (!tries) return;
+    const timer = setTimeout(load, 2000);
+    return () => clearTimeout(timer);
+  }, [tries]);
   const was = useRef(live);
   useEffect(() => {
     if (was.current && !live) load(); // the last spans of a run that was watched to its end

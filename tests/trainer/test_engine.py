@@ -263,7 +263,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_and_leaves_the_one_befo
     for most, more in (
         (100_000, ""),
         (50_000_000, "x" * 50_000_000),
-    ):  # the shards do not fit; what comes last does not
+    ):  # the shards, or only what comes last
         # As a full disk: its errors come while writing.
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
         try:

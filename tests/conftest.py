@@ -8,6 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported: the workers share the cores, and threads that wait for each other would spin on them.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 from hypothesis import settings
 

@@ -8,6 +8,7 @@ Each is the real actor in its process, pinned to its own core (several trainer r
 replica's). One path is timed in the controller, from the call of ``publish`` to the swap's end: hand-over, cast into
 shared memory and digests, commit, pull, swap. The pull, with digests of what is held then, begins while the version is
 written; ``pull`` is the rest of it after the commit. ``attest`` compares the digests and is not part of the path.
+Layers are live: packing them is no copy, and a replica does it only where updates are far apart.
 
 In turns with it, on the same cores and the same bytes: the raw rate (one process copies into shared memory, another
 copies out; the two copies' own times, no messages), the same with the cast from float32 as the first copy, which reads
@@ -36,7 +37,7 @@ from torchstore.state_dict_utils import get_state_dict, put_state_dict
 
 from forge_async.mesh import ForgeActor, MeshRuntime
 from forge_async.policy.actor import PolicyActor
-from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.policy.config import PolicyConfig, SamplingConfig, UpdateConfig
 from forge_async.store import StoreConfig, WeightStore, torchstore_compat
 from forge_async.store.shared_memory import Segment, attach, create_segment
 from forge_async.trainer.actor import TrainerActor
@@ -142,6 +143,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 max_num_seqs=4,
                 max_num_batched_tokens=128,
                 kv_cache_gib=0.1,
+                update=UpdateConfig(layers="live"),
                 sampling=SamplingConfig(max_tokens=16),
             ),
             options.model,
@@ -153,12 +155,16 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         for repeat in range(options.repeats + 2):
             cast, raw_in = await writer.call_one("cast"), await writer.call_one("copy", True)
             raw_out = await reader.call_one("copy", False)
+            print('T','c-call',round(__import__('time').time()*1e3%100000,1),flush=True)
             began = time.perf_counter()
             version = (await trainer.call("publish"))[0]
+            print('T','c-returned',round(__import__('time').time()*1e3%100000,1),flush=True)
             live = asyncio.ensure_future(policy.call_one("sync", version))  # reads it while it is written
             published = (await trainer.call("published", version))[0]
             committed = time.perf_counter()
+            print('T','c-published',round(__import__('time').time()*1e3%100000,1),flush=True)
             report = await live
+            print('T','c-live',round(__import__('time').time()*1e3%100000,1),flush=True)
             wall = time.perf_counter() - began - report["attest_s"]
             assert report["digest"] == published["digest"] and report["version"] == version
             await trainer.call("advance")

@@ -155,16 +155,12 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         for repeat in range(options.repeats + 2):
             cast, raw_in = await writer.call_one("cast"), await writer.call_one("copy", True)
             raw_out = await reader.call_one("copy", False)
-            print('T','c-call',round(__import__('time').time()*1e3%100000,1),flush=True)
             began = time.perf_counter()
             version = (await trainer.call("publish"))[0]
-            print('T','c-returned',round(__import__('time').time()*1e3%100000,1),flush=True)
             live = asyncio.ensure_future(policy.call_one("sync", version))  # reads it while it is written
             published = (await trainer.call("published", version))[0]
             committed = time.perf_counter()
-            print('T','c-published',round(__import__('time').time()*1e3%100000,1),flush=True)
             report = await live
-            print('T','c-live',round(__import__('time').time()*1e3%100000,1),flush=True)
             wall = time.perf_counter() - began - report["attest_s"]
             assert report["digest"] == published["digest"] and report["version"] == version
             await trainer.call("advance")

@@ -4,7 +4,8 @@
 
 One engine on one core generates without end for ``--batch`` requests while versions are swapped in, one after the
 other, in each way. A pause reaches from the end of the last forward pass with the old weights to the start of the first
-with the new ones. The memcpy of the same bytes is timed in between, in the same process on the same core.
+with the new ones. The memcpy of the same bytes, the C library's as replicas tune it, stands where a swap by copy does:
+between two forward passes, in the same thread.
 The last line is one JSON object.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import statistics
 import sys
 import time
@@ -32,11 +34,14 @@ def main() -> None:
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
     options = parser.parse_args()
     os.sched_setaffinity(0, {options.core})
-    environment = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # as in a policy replica
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from forge_async.mesh.actor import WORKER_ENVIRONMENT
+
+    environment = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": WORKER_ENVIRONMENT["GLIBC_TUNABLES"]}  # as in a replica
     if not environment.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+    import numpy as np
     import torch
     from safetensors.torch import load_file
 
@@ -54,15 +59,9 @@ def main() -> None:
     loaded = {name: tensor for path in files for name, tensor in load_file(path).items()}
     versions = [{name: (tensor * scale).to(dtype) for name, tensor in loaded.items()} for scale in (1.0, 1.001)]
     steps = StepTimes(engine)
-
-    def memcpy() -> float:
-        began = time.perf_counter()
-        destination.copy_(source)
-        return (time.perf_counter() - began) * 1e3
-
-    source = torch.ones(engine.weights.plan.nbytes, dtype=torch.uint8)
-    destination = torch.zeros_like(source)
-    copies = [memcpy() for _ in range(3)][3:]
+    source = np.ones(engine.weights.plan.nbytes, dtype=np.uint8)
+    destination = np.zeros_like(source)
+    copies: list[float] = []
     pauses: dict[str, list[float]] = {way: [] for way in options.ways}
     prepare: dict[str, list[float]] = {way: [] for way in options.ways}
     for round_number in range(2):
@@ -79,11 +78,11 @@ def main() -> None:
                 if repeat:  # the first one changes the form of the layers
                     pauses[way].append(pause)
                     prepare[way].append(prepared.cost_s if engine.weights.flips else 0.0)
+                copies.append(steps.between(lambda: np.copyto(destination, source)))
             for i in range(options.batch):
                 engine.abort(f"{way}-{round_number}-{i}")
             for future in running:
                 future.result()
-            copies += [memcpy() for _ in range(5)]
     engine.stop()
 
     copy_ms = statistics.median(copies)
@@ -108,15 +107,27 @@ class StepTimes:
 
     def __init__(self, engine: Any) -> None:
         self.passes: list[tuple[float, float, int]] = []
+        self._work: Any = None
+        self._seconds: queue.Queue[float] = queue.Queue()
         step = engine._engine.step
 
         def timed() -> Any:
+            work, self._work = self._work, None
+            if work is not None:
+                began = time.perf_counter()
+                work()
+                self._seconds.put(time.perf_counter() - began)
             began = time.perf_counter()
             outputs = step()
             self.passes.append((began, time.perf_counter(), engine.version))
             return outputs
 
         engine._engine.step = timed
+
+    def between(self, work: Any) -> float:
+        """Milliseconds that ``work`` takes between two passes, in their thread."""
+        self._work = work
+        return self._seconds.get(timeout=60) * 1e3
 
     def pause_of(self, swap: Any) -> float:
         """Milliseconds between the last pass before the swap and the first after it, with requests running."""

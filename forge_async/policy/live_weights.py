@@ -112,7 +112,7 @@ class LiveWeights:
         self._stream = torch.cuda.Stream(plan.device) if plan.device.type == "cuda" else None
         """Copies beside generation do not wait for forward passes, nor those for them."""
         self._places: dict[str, Place] = {}
-        """Of live dense tensors, by parameter, where a flip has made them so."""
+        """Of live dense tensors, by parameter, as far as they were asked for."""
         self._spare: dict[str, Place] = {}
         """Of dense tensors of the last version: filled again by the next."""
         self._workbench: dict[str, Place] = {}
@@ -294,8 +294,7 @@ class LiveWeights:
         for name, parameter in self.plan.parameters.items():
             layer = self.layers.get(name)
             if layer is None or not self.packs or layer.shared:
-                known = self._places.get(name)
-                spare[name] = Place(self.plan, name, parameter.data) if known is None else known
+                spare[name] = self._live_place(name)
             if layer is not None and self.packs:
                 self._retired.append(layer.packed(parameter))
             if layer is None:
@@ -311,12 +310,12 @@ class LiveWeights:
                 if layer is not None and prepared.packs:
                     dense = parameter.data if layer.shared else self._gather(name, prepared.tensors).memory
                     if layer.shared:
-                        self.plan.write(name, prepared.tensors, dense)
+                        self._live_place(name).write(prepared.tensors)
                     layer.install(parameter, dense if layer.shared else None, layer.pack(dense))
                 else:
                     if layer is not None and self.packs:
                         layer.install(parameter, parameter.data if layer.shared else self._like(name), None)
-                    self.plan.write(name, prepared.tensors, parameter.data)
+                    self._live_place(name).write(prepared.tensors)
             self.plan.wait_for_copies()
 
     # ---- forms ----
@@ -347,6 +346,13 @@ class LiveWeights:
         """New memory of a parameter's layout; padding is zero."""
         shape, dtype = self._layout[name]
         return torch.zeros(shape, dtype=dtype, device=self.plan.device)
+
+    def _live_place(self, name: str) -> Place:
+        """Where a dense parameter lies now."""
+        memory, known = self.plan.parameters[name].data, self._places.get(name)
+        if known is None or known.memory.data_ptr() != memory.data_ptr():
+            known = self._places[name] = Place(self.plan, name, memory)
+        return known
 
     def _new_place(self, name: str) -> Place:
         return Place(self.plan, name, self._like(name))

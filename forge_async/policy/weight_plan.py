@@ -12,6 +12,7 @@ checkpoint that was just loaded.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -171,10 +172,6 @@ class WeightPlan:
                     f"{name}: the update's shape is {list(shape)}, the generator's {list(entry.shape)}"
                 )
 
-    def write(self, parameter: str, tensors: Mapping[str, torch.Tensor], into: torch.Tensor) -> None:
-        """Copy what a version holds for one ``parameter`` to ``into``; on a GPU the copies are only started."""
-        Place(self, parameter, into).write(tensors)
-
     def wait_for_copies(self) -> None:
         """Until copies started by the calling thread are done: sources may be freed or reused from here on."""
         if self.device.type == "cuda":
@@ -247,6 +244,7 @@ class Place:
             (name, None if piece.covers(plan.entries[name].shape) else piece, piece.within(memory))
             for name, piece in plan.writes[parameter]
         ]
+        self._addresses = [address(target) for _, _, target in self._copies]
         self._in_place = {
             name
             for name, piece, target in self._copies
@@ -263,7 +261,7 @@ class Place:
         """
         self._digests.clear()
         with torch.no_grad():
-            for name, piece, target in self._copies:
+            for (name, piece, target), to in zip(self._copies, self._addresses, strict=True):
                 if piece is None and (pulled := in_parts(tensors, name)) is not None:
                     pulled.copy_into(name, target)
                     continue
@@ -275,12 +273,21 @@ class Place:
                     self._digests[name] = digest_of_blocks(target.dtype, source.shape, blocks)
                 else:
                     source = tensors[name].contiguous()
-                    target.copy_(source if piece is None else piece.of(source), non_blocking=True)
+                    part = source if piece is None else piece.of(source)
+                    if to and part.dtype == target.dtype and part.shape == target.shape and (begins := address(part)):
+                        ctypes.memmove(to, begins, part.nbytes)  # which writes past the caches what is too large
+                    else:
+                        target.copy_(part, non_blocking=True)
 
     def digest(self, name: str) -> str | None:
         """Of an HF tensor as it lies here, read where the model looks for it; None where it must be assembled."""
         known, held = self._digests.get(name), self._held.get(name)
         return known or (None if held is None else bytes_digest(*held))
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where a tensor begins in memory; 0 where it does not lie in one run on the CPU."""
+    return tensor.data_ptr() if tensor.device.type == "cpu" and tensor.is_contiguous() else 0
 
 
 def in_parts(tensors: Mapping[str, torch.Tensor], name: str) -> Pulled | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from forge_async.errors import ConfigError
 from forge_async.policy import PolicyConfig, SamplingConfig, UpdateConfig
-from forge_async.policy.weight_plan import WeightMismatchError, WeightPlan
+from forge_async.policy.weight_plan import Place, WeightMismatchError, WeightPlan
 
 LAYOUT = {
     "embed.weight": ((5, 4), torch.float32),
@@ -61,7 +61,7 @@ def shapes(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 def apply(plan: WeightPlan, tensors: dict[str, torch.Tensor]) -> None:
     """A whole version into the live parameters, as a swap by copy does it."""
     for name, parameter in plan.parameters.items():
-        plan.write(name, tensors, parameter)
+        Place(plan, name, parameter.data).write(tensors)
 
 
 def test_recording_changes_nothing() -> None:

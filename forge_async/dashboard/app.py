@@ -156,7 +156,8 @@ def make_app(view: RunView, port: int, token: str | None = None, control: bool =
 
     def timeline(request: Request) -> Response:
         query = request.query_params
-        return Answer(view.timeline(_number(query, "start"), _number(query, "end"), _whole(query, "pixels") or 1000))
+        window = _number(query, "start"), _number(query, "end"), _whole(query, "pixels") or 1000
+        return Answer(view.timeline(*window, _whole(query, "after") or 0, _whole(query, "generation") or 0))
 
     def figures(request: Request) -> Response:
         from forge_async.dashboard.prometheus import CONTENT_TYPE, exposition

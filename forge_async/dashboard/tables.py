@@ -127,7 +127,8 @@ class MetricsTable(Table):
 
     def since(self, row: int, keys: Iterable[str]) -> dict[str, list[float | None]]:
         """The columns ``keys`` from ``row`` on, six digits each."""
-        return {key: _rounded(self.columns[key][row:]) for key in keys}
+        keys = list(keys)
+        return dict(zip(keys, _rounded([self.columns[key][row:] for key in keys]), strict=True))
 
 
 class EventTable(Table):
@@ -200,11 +201,11 @@ def _number(value: Any) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _rounded(values: list[float | None]) -> list[float | None]:
-    """To six digits, all at once: there may be very many."""
-    exact = np.array(values, dtype=np.float64)  # None: NaN
+def _rounded(columns: list[list[float | None]]) -> list[list[float | None]]:
+    """To six digits, all at once: there may be very many. The columns are equally long."""
+    exact = np.array(columns, dtype=np.float64)  # None: NaN
     with np.errstate(all="ignore"):
         scale = 10.0 ** (5 - np.floor(np.log10(np.abs(exact))))
         rounded = np.round(exact * scale) / scale
     rounded = np.where((scale > 0) & (scale < 1e22), rounded, exact)  # 0, and what is too small or too large for that
-    return [None if value != value else value for value in rounded.tolist()]
+    return [[None if value != value else value for value in column] for column in rounded.tolist()]

@@ -101,7 +101,7 @@ def describe(
         "newest": int(versions.max()) if len(versions) else 0,
         "prompt_id": group.prompt.prompt_id,
         "reward_parts": episode.reward_parts,
-        "group_reward_mean": float(np.mean(rewards)),
+        "group_reward_mean": sum(rewards) / len(rewards),
         "group_rewards": rewards,
         "failed": group.failed,
         "task": group.prompt.task,

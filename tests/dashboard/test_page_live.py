@@ -87,8 +87,11 @@ def test_every_mesh_tells_how_it_is_and_the_last_spans_come_with_the_end(browser
         expect(page.locator('[data-figure="store-doing"]')).to_have_text("writing v8")
         chips = page.locator('[data-figure="versions"] .chip').evaluate_all("all => all.map(c => ({...c.dataset}))")
         assert chips == [{"version": "5", "leases": "2"}, {"version": "7", "leases": "0"}]
-        with page.expect_response("**/api/timeline*"):
-            pass
+        page.locator("#timeline").scroll_into_view_if_needed()
+        with page.expect_response("**/api/timeline*&after=*") as added:
+            add(paths.spans, actor="trainer 0", lane="main", name="clip", at=time.time(), s=0.5)
+        assert sum(len(lane["spans"]) for lane in added.value.json()["lanes"]) == 1, "only what is new"
+        expect(page.locator(".legend", has_text="clip")).to_contain_text("publish")
         add(paths.spans, actor="trainer 0", lane="main", name="checkpoint", at=time.time(), s=0.5)
         add(paths.events, kind="end", outcome="finished", at=time.time())
         expect(page.locator(".legend", has_text="checkpoint")).to_be_visible()

@@ -9,6 +9,8 @@ export async function get(path) {
   return body;
 }
 
+const SELDOM_MS = 20000;
+
 export const isNumber = (x) => typeof x === "number" && Number.isFinite(x);
 
 export function number(x, digits = 3) {
@@ -68,8 +70,22 @@ export function useSize() {
   return [ref, size];
 }
 
-export const Panel = ({ id, title, note, tools, children }) => html`
-  <section id=${id} class="panel" aria-label=${title}>
+// The newest value that came while the element was in sight, or nearly; out of sight one in a while: what a panel asks for
+// whenever the value changes need not be new there.
+export function useInSight(ref, value) {
+  const [inSight, set] = useState(true);
+  const kept = useRef({ value, at: 0 });
+  useEffect(() => {
+    const observer = new IntersectionObserver(([entry]) => set(entry.isIntersecting), { rootMargin: "100px" });
+    observer.observe(ref.current);
+    return () => observer.disconnect();
+  }, []);
+  if (inSight || Date.now() - kept.current.at > SELDOM_MS) kept.current = { value, at: Date.now() };
+  return kept.current.value;
+}
+
+export const Panel = ({ id, title, note, tools, children, box }) => html`
+  <section id=${id} class="panel" aria-label=${title} ref=${box}>
     <div class="panel-head">
       <h2>${title}</h2>
       ${note && html`<span class="note">${note}</span>`}

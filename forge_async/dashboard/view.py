@@ -43,6 +43,8 @@ class RunView:
         self.events = EventTable(self.paths.events)
         self.episodes = EpisodeTable(self.paths.episodes)
         self.spans = SpanTable(self.paths.spans)
+        self.caught_up = False
+        """Whether :meth:`read_ahead` is done: what is asked for now takes no longer than it takes to change threads."""
         self._config: tuple[tuple[int, int], Any] = ((0, 0), None)
         """When it was changed and its size, and what was in it."""
 
@@ -59,6 +61,7 @@ class RunView:
                 with self.episodes.lock:
                     done = self.episodes.index(most=500)
                 time.sleep(0.02)  # it is for filters: what a page shows at first goes before
+            self.caught_up = True
 
         thread = threading.Thread(target=read, daemon=True)
         thread.start()

@@ -9,7 +9,7 @@ export async function get(path) {
   return body;
 }
 
-const SELDOM_MS = 20000;
+const OFTEN_MS = 3000, SELDOM_MS = 20000;
 
 export const isNumber = (x) => typeof x === "number" && Number.isFinite(x);
 
@@ -70,8 +70,8 @@ export function useSize() {
   return [ref, size];
 }
 
-// The newest value that came while the element was in sight, or nearly; out of sight one in a while: what a panel asks for
-// whenever the value changes need not be new there.
+// The value as of a few seconds ago at most while the element is in sight, or nearly; else it is renewed once in a while.
+// For what a panel asks for whenever the value changes.
 export function useInSight(ref, value) {
   const [inSight, set] = useState(true);
   const kept = useRef({ value, at: 0 });
@@ -80,7 +80,7 @@ export function useInSight(ref, value) {
     observer.observe(ref.current);
     return () => observer.disconnect();
   }, []);
-  if (inSight || Date.now() - kept.current.at > SELDOM_MS) kept.current = { value, at: Date.now() };
+  if (Date.now() - kept.current.at > (inSight ? OFTEN_MS : SELDOM_MS)) kept.current = { value, at: Date.now() };
   return kept.current.value;
 }
 

@@ -53,7 +53,7 @@ from forge_async.testing.run_folder import write_run
 EVERYTHING = (".stage", ".u-over", ".timeline canvas", ".list .item .reward", ".token", ".events li time")
 """What the panels show once they have figures."""
 
-KEYS = quote(",".join(DRAWN))
+KEYS = quote(",".join(DRAWN), safe="")
 PAGE_S = 2.0
 """As LIVE_MS in ``static/app.js``."""
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import expect
 
+from benchmarks.dashboard import Page
 from forge_async.dashboard.config import DashboardConfig
 from forge_async.dashboard.serve import Beside, bind
 from forge_async.observability.run_folder import RunPaths
@@ -126,6 +129,32 @@ def test_rows_that_come_while_one_scrolls_double_none_and_a_page_that_failed_is_
             expect(page.locator(".list .item .id").get_by_text(episode_id, exact=True)).to_have_count(1)
     assert len(refused) == 1
     page.context.close()
+
+
+def test_the_benchmarks_page_asks_what_a_page_asks(browser: Any, run: Any) -> None:
+    paths, url, records = run
+    asked: dict[str, list[str]] = {"page": [], "benchmark": []}
+
+    def grow(number: int) -> None:
+        add(paths.episodes, **records[0] | {"step": 151 + number})
+        add(paths.spans, actor="trainer 0", lane="main", name="train", at=time.time(), s=0.5)
+
+    with opened(browser, url, height=4000) as page:
+        page.wait_for_selector(".token")
+        page.on("request", lambda request: asked["page"].append(request.url.removeprefix(url)))
+        for number in range(5):
+            with page.expect_response("**/api/state*"):
+                grow(number)
+    mine = Page(urlsplit(url).netloc)
+    ask = mine._get
+    mine.ask()
+    mine.ask()
+    mine._get = lambda path: asked["benchmark"].append(path) or ask(path)  # type: ignore[method-assign,func-returns-value]
+    for number in range(2):
+        grow(number)
+        mine.ask()
+    page_asked, own = ({re.sub(r"=\d+", "=N", path) for path in paths} for paths in asked.values())
+    assert page_asked == own and len(own) == 3
 
 
 def test_the_time_of_a_silent_run_stands_still(browser: Any, tmp_path: Path) -> None:

@@ -254,8 +254,8 @@ async def costing(config_path: str, folder: Path, seconds: float, block: int, ov
         event = next(e for e in map(json.loads, run.folder.events.read_text().splitlines()) if e["kind"] == "dashboard")
         watching = Watching(run, event["port"])
         writer = next(t.native_id for t in threading.enumerate() if type(t).__name__ == "_AsyncWriterThread")
-        ended, order = time.monotonic() + seconds, [True] * 4  # those four warm up
-        done, tokens, steps, began = -len(order), 0, 0, time.monotonic()
+        ended, order = time.monotonic() + seconds, [True] * 3  # after the first, to warm up
+        done, tokens, steps, began = -4, 0, 0, time.monotonic()
         before = {"recording": 0.0, "server": 0.0}
         try:
             async for step in run.steps():

@@ -81,7 +81,7 @@ def test_every_mesh_tells_how_it_is_and_the_last_spans_come_with_the_end(browser
         assert (ages, figure(page, "buffer-ready"), figure(page, "buffer-in-flight")) == (["3", "0", "4"], "2", "5")
         expect(page.locator('[data-figure="episodes"]')).to_have_text("600")
         add(paths.episodes, **records[-1] | {"step": 151, "episode_id": "the newest"})
-        expect(page.locator(".list .item", has_text="the newest")).to_be_visible()
+        expect(page.locator(".list .item", has_text="the newest")).to_be_visible(timeout=10_000)
         store = {"versions": [5, 7], "readers": {"5": 2}, "leases": 2, "pending": [8]}
         paths.status.write_text(json.dumps(STATUS | {"at": time.time(), "store": store, "buffer": {"ages": {"0": 3}}}))
         expect(page.locator("#pipeline")).to_contain_text("This panel cannot be drawn")
@@ -97,7 +97,7 @@ def test_every_mesh_tells_how_it_is_and_the_last_spans_come_with_the_end(browser
         expect(page.locator(".legend", has_text="clip")).to_contain_text("publish")
         add(paths.spans, actor="trainer 0", lane="main", name="checkpoint", at=time.time(), s=0.5)
         add(paths.events, kind="end", outcome="finished", at=time.time())
-        expect(page.locator(".legend", has_text="checkpoint")).to_be_visible()
+        expect(page.locator(".legend", has_text="checkpoint")).to_be_visible(timeout=10_000)
         expect(page.locator('[data-figure="state"]')).to_have_text("finished")
         assert page.locator('[data-figure="replica-0-rate"]').count() == 0, "that was then"
 

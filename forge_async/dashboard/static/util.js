@@ -9,7 +9,7 @@ export async function get(path) {
   return body;
 }
 
-const OFTEN_MS = 3000, SELDOM_MS = 20000;
+const OFTEN_MS = 4000, SELDOM_MS = 20000;
 
 export const isNumber = (x) => typeof x === "number" && Number.isFinite(x);
 
@@ -74,14 +74,18 @@ export function useSize() {
 // For what a panel asks for whenever the value changes.
 export function useInSight(ref, value) {
   const [inSight, set] = useState(true);
-  const kept = useRef({ value, at: 0 });
+  const [kept, keep] = useState({ value, at: Date.now() });
   useEffect(() => {
     const observer = new IntersectionObserver(([entry]) => set(entry.isIntersecting), { rootMargin: "100px" });
     observer.observe(ref.current);
     return () => observer.disconnect();
   }, []);
-  if (Date.now() - kept.current.at > (inSight ? OFTEN_MS : SELDOM_MS)) kept.current = { value, at: Date.now() };
-  return kept.current.value;
+  useEffect(() => {
+    const due = kept.at + (inSight ? OFTEN_MS : SELDOM_MS) - Date.now();
+    const timer = setTimeout(() => keep({ value, at: Date.now() }), Math.max(0, due));
+    return () => clearTimeout(timer);
+  }, [value, inSight]);
+  return kept.value;
 }
 
 export const Panel = ({ id, title, note, tools, children, box }) => html`

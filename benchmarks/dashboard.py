@@ -8,15 +8,15 @@ its figures, of a server that has just begun to listen, and once more; then the 
 while the list of episodes is scrolled over all of its length, beside that of the same motion over its first rows.
 
 *cost*: one run whose completions all have one length, in turns watched and not, some steps each, in pairs whose order
-alternates: what it trains per second, watched over not, as the trimmed mean of the pairs' log quotients with its
-standard error; and the processor time that watching takes, by part. Watched is metrics, TensorBoard, recorded episodes,
-a look at all actors, and an open page; not watched is none of them. In both the event log and the schedule are written,
-actors note what they do, and the server is there, asked by nobody. The page is a process that asks the server for what
-the page's code asks for, at the same times, with all panels in sight; its own work counts as part of the cost, though a
-browser is on another machine, or would be there anyway.
+alternates. Watched over not, as the trimmed mean of the pairs' log quotients with its standard error: tokens trained
+per second; tokens generated per second, the same in the long run, but counted token by token instead of in steps; and
+processor time of all processes per token. Then the processor time that watching takes, by part. Watched is metrics,
+TensorBoard, recorded episodes, a look at all actors, and an open page; not watched is none of them. In both the event
+log and the schedule are written, actors note what they do, and the server is there, asked by nobody. The page is a
+process that asks the server for what the page's code asks for, at the same times, with all panels in sight; its own
+work counts as part of the cost, though a browser is on another machine, or would be there anyway.
 
-*monarch*: four runs, without ``dashboard.monarch``, twice with it, and without, watched all of the time: tokens per
-second and processor time of all processes per token, with over without.
+*monarch*: four runs, without ``dashboard.monarch``, twice with it, and without: the same quotients, with over without.
 
 The last line is one JSON object.
 """
@@ -242,11 +242,38 @@ def resolved(config_path: str, folder: Path, overrides: list[str]) -> Config:
     return load_config(config_path, [*alike, *overrides, *fixed])
 
 
+class Meter:
+    """What a run has done and used so far; one reading and the next make figures."""
+
+    FIGURES = ("trained tokens/s", "generated tokens/s", "processor time per token")
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.trained = run, 0
+        self._everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
+
+    async def read(self) -> tuple[float, int, int, float]:
+        """(Seconds, tokens trained, tokens generated as of now, processor seconds of all processes)."""
+        await self.run.parts.recording.look(self.run.engines.policy)
+        generated = sum(status["generated_tokens"] for status in self.run.parts.recording.replicas.values())
+        used = sum(sum(process.cpu_times()[:2]) for process in self._everyone)
+        return time.monotonic(), self.trained, generated, used
+
+    @classmethod
+    def figures(cls, before: tuple[float, ...], after: tuple[float, ...]) -> dict[str, float]:
+        seconds, trained, generated, used = (b - a for a, b in zip(before, after, strict=True))
+        return dict(zip(cls.FIGURES, (trained / seconds, generated / seconds, used / generated), strict=True))
+
+
+def told(name: str, what: str, mean: float, error: float) -> dict[str, float]:
+    """One quotient, printed, out of its logarithm."""
+    print(f"{name + ', ' + what:60}{math.exp(mean):.4f} +- {error:.4f}")
+    return {"quotient": round(math.exp(mean), 4), "standard_error": round(error, 4)}
+
+
 async def costing(config_path: str, folder: Path, seconds: float, block: int, overrides: list[str]) -> dict[str, Any]:
     config = resolved(config_path, folder, overrides)
-    rates: dict[bool, list[float]] = {True: [], False: []}
-    used = dict.fromkeys(("recording", "server"), 0.0)
-    watched_s = 0.0
+    found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+    recording = server = watched_s = 0.0
     async with launch(config) as run:
         page = run.parts.monitor._page
         assert page is not None
@@ -254,99 +281,83 @@ async def costing(config_path: str, folder: Path, seconds: float, block: int, ov
         event = next(e for e in map(json.loads, run.folder.events.read_text().splitlines()) if e["kind"] == "dashboard")
         watching = Watching(run, event["port"])
         writer = next(t.native_id for t in threading.enumerate() if type(t).__name__ == "_AsyncWriterThread")
-        ended, order = time.monotonic() + seconds, [True] * 3  # after the first, to warm up
-        done, tokens, steps, began = -4, 0, 0, time.monotonic()
-        before = {"recording": 0.0, "server": 0.0}
+        meter, ended, order = Meter(run), time.monotonic() + seconds, [True] * 3  # after the first, to warm up
+        done, steps, before = -4, 0, await meter.read()
+        threads = seconds_of(os.getpid(), writer), seconds_of(page.process.pid)
         try:
             async for step in run.steps():
                 if watching.on:
                     at = time.thread_time()
                     run.log(step)
-                    used["recording"] += time.thread_time() - at if done >= 0 else 0.0
-                tokens, steps = tokens + step.stats.trained_tokens, steps + 1
-                if steps < block:
+                    recording += time.thread_time() - at if done >= 0 else 0.0
+                meter.trained, steps = meter.trained + int(step.stats.trained_tokens), steps + 1
+                if steps % block:
                     continue
-                now = {"recording": seconds_of(os.getpid(), writer), "server": seconds_of(page.process.pid)}
-                elapsed = time.monotonic() - began
+                now, on = await meter.read(), watching.on
                 if done >= 0:
-                    rates[watching.on].append(tokens / elapsed)
-                    if watching.on:
-                        watched_s += elapsed
-                        for name in used:
-                            used[name] += now[name] - before[name]
-                done += 1
+                    found[on].append(Meter.figures(before, now))
+                    if on:
+                        watched_s += now[0] - before[0]
+                        recording += seconds_of(os.getpid(), writer) - threads[0]
+                        server += seconds_of(page.process.pid) - threads[1]
+                done, before = done + 1, now
                 if not order:
                     if time.monotonic() > ended:
                         break
                     order = [True, False] if done % 4 == 0 else [False, True]
                 watching.switch(order.pop(0))
-                before = {"recording": seconds_of(os.getpid(), writer), "server": seconds_of(page.process.pid)}
-                tokens, steps, began = 0, 0, time.monotonic()
+                threads = seconds_of(os.getpid(), writer), seconds_of(page.process.pid)
             watching.on = False
             looks = []
             for _ in range(20):
                 await asyncio.sleep(0.5)
-                at = time.process_time()
+                looked = time.process_time()
                 await run.parts.monitor.look()
-                looks.append(time.process_time() - at)
+                looks.append(time.process_time() - looked)
         finally:
             watching.stop()
         await run.stop(save=False)
-    logs = [math.log(a / b) for a, b in zip(rates[True], rates[False], strict=True)]
-    mean, error = middle(logs)
-    shares = {
-        "recording": used["recording"] / watched_s,
-        "looking": statistics.median(looks) / config.metrics.status_every_s,
-        "server": used["server"] / watched_s,
-    }
-    print(
-        f"\ntrained tokens/s: watched {statistics.median(rates[True]):.1f}, not {statistics.median(rates[False]):.1f}"
-    )
-    print(f"watched / not: {math.exp(mean):.4f} +- {error:.4f} over {len(logs)} pairs of {block} steps")
+    looking = statistics.median(looks) / config.metrics.status_every_s
+    shares = {"recording": recording / watched_s, "looking": looking, "server": server / watched_s}
+    pairs = list(zip(found[True], found[False], strict=True))
+    medians = (statistics.median(each["trained tokens/s"] for each in found[on]) for on in (True, False))
+    print("\ntrained tokens/s: watched {:.1f}, not {:.1f}".format(*medians))
+    print(f"{len(pairs)} pairs of {block} steps each")
+    result: dict[str, Any] = {"pairs": len(pairs), "steps_per_block": block, "cpu_share": shares}
+    for name in Meter.FIGURES:
+        result[name] = told(name, "watched / not", *middle([math.log(a[name] / b[name]) for a, b in pairs]))
     for name, share in shares.items():
-        print(f"{'processor time of ' + name:34}{share:8.2%} of one core")
-    return {
-        "watched_over_not": round(math.exp(mean), 4),
-        "standard_error": round(error, 4),
-        "pairs": len(logs),
-        "steps_per_block": block,
-        "cpu_share": {name: round(share, 5) for name, share in shares.items()},
-    }
+        print(f"{'processor time of ' + name:60}{share:.2%} of one core")
+    return result
 
 
 async def with_monarchs(
     config_path: str, folder: Path, seconds: float, block: int, overrides: list[str]
 ) -> dict[str, Any]:
     """Runs with Monarch's own page and without, by turns: it cannot be switched within one."""
-    rates: dict[bool, list[float]] = {True: [], False: []}
-    used: dict[bool, list[float]] = {True: [], False: []}
+    found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     for on in (False, True, True, False):
         config = resolved(config_path, folder, [*overrides, f"dashboard.monarch={str(on).lower()}"])
         async with launch(config) as run:
-            ended, done, tokens, steps, began = time.monotonic() + seconds / 4, -2, 0, 0, time.monotonic()
-            before = cpu = 0.0
+            meter, ended, done, steps = Meter(run), time.monotonic() + seconds / 4, -2, 0
+            before = await meter.read()
             async for step in run.steps():
                 run.log(step)
-                tokens, steps = tokens + step.stats.trained_tokens, steps + 1
-                if steps < block:
+                meter.trained, steps = meter.trained + int(step.stats.trained_tokens), steps + 1
+                if steps % block:
                     continue
-                now = time.monotonic()
-                everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
-                cpu = sum(sum(process.cpu_times()[:2]) for process in everyone)
+                now = await meter.read()
                 if done >= 0:
-                    rates[on].append(tokens / (now - began))
-                    used[on].append((cpu - before) / tokens)
-                done, tokens, steps, began, before = done + 1, 0, 0, time.monotonic(), cpu
-                if now > ended:
+                    found[on].append(Meter.figures(before, now))
+                done, before = done + 1, now
+                if now[0] > ended:
                     break
             await run.stop(save=False)
-    result: dict[str, Any] = {"blocks": len(rates[True]) + len(rates[False]), "steps_per_block": block}
-    print()
-    for name, values in (("tokens/s", rates), ("processor time per token", used)):
-        (a, a_error), (b, b_error) = (middle([math.log(value) for value in values[on]]) for on in (True, False))
-        error = math.hypot(a_error, b_error)
-        print(f"{name + ', with Monarch’s page / without':50}{math.exp(a - b):.4f} +- {error:.4f}")
-        result[name] = {"with_over_without": round(math.exp(a - b), 4), "standard_error": round(error, 4)}
+    result: dict[str, Any] = {"blocks": sum(map(len, found.values())), "steps_per_block": block}
+    print(f"\n{result['blocks']} blocks of {block} steps each")
+    for name in Meter.FIGURES:
+        (a, a_error), (b, b_error) = (middle([math.log(each[name]) for each in found[on]]) for on in (True, False))
+        result[name] = told(name, "with Monarch's page / without", a - b, math.hypot(a_error, b_error))
     return result
 
 
@@ -360,7 +371,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the made-up run is kept from one call to the next")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=480, help="of training")
-    parser.add_argument("--block", type=int, default=4, help="steps of half a pair")
+    parser.add_argument("--block", type=int, default=8, help="steps of half a pair")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args()
     if options.view:

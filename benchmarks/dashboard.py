@@ -371,7 +371,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the made-up run is kept from one call to the next")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=480, help="of training")
-    parser.add_argument("--block", type=int, default=8, help="steps of half a pair")
+    parser.add_argument("--block", type=int, default=4, help="steps of half a pair")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args()
     if options.view:

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.applications import Starlette
 from starlette.datastructures import Headers, QueryParams
 from starlette.requests import Request, cookie_parser
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from forge_async.dashboard.commands import Commands, send_command
 from forge_async.dashboard.episodes import ORDERS
@@ -156,7 +155,8 @@ def make_app(view: RunView, port: int, token: str | None = None, control: bool =
 
     def timeline(request: Request) -> Response:
         query = request.query_params
-        return Answer(view.timeline(_number(query, "start"), _number(query, "end"), _whole(query, "pixels") or 1000))
+        window = _number(query, "start"), _number(query, "end"), _whole(query, "pixels") or 1000
+        return Answer(view.timeline(*window, _whole(query, "after") or 0, _whole(query, "generation") or 0))
 
     def figures(request: Request) -> Response:
         from forge_async.dashboard.prometheus import CONTENT_TYPE, exposition
@@ -179,32 +179,31 @@ def make_app(view: RunView, port: int, token: str | None = None, control: bool =
             await asyncio.sleep(0.3)
         return JSONResponse({"outcome": "the run has not answered yet; its event log will tell"}, 202)
 
+    def told(work: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
+        """In a thread, while there is much to read; a fault of one request is an answer that says so."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                return work(request) if view.caught_up else await asyncio.to_thread(work, request)
+            except ValueError as error:
+                return JSONResponse({"error": str(error)}, 400)
+            except OSError as error:
+                return JSONResponse({"error": f"the run folder could not be read: {error}"}, 503)
+
+        return endpoint
+
     routes: list[Any] = [
         Route("/", file),
-        Route("/api/state", _told(state)),
-        Route("/api/episodes", _told(episodes)),
-        Route("/api/episodes/{index:int}", _told(episode)),
-        Route("/api/timeline", _told(timeline)),
-        Route("/metrics", _told(figures)),
+        Route("/api/state", told(state)),
+        Route("/api/episodes", told(episodes)),
+        Route("/api/episodes/{index:int}", told(episode)),
+        Route("/api/timeline", told(timeline)),
+        Route("/metrics", told(figures)),
         Route("/static/{name:path}", file),
     ]
     if control:
         routes.append(Route("/api/control/{name}", command, methods=["POST"]))
-    return Guard(Starlette(routes=routes), token, port)
-
-
-def _told(work: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
-    """In a thread; a fault of one request is an answer that says so."""
-
-    async def endpoint(request: Request) -> Response:
-        try:
-            return await asyncio.to_thread(work, request)
-        except ValueError as error:
-            return JSONResponse({"error": str(error)}, 400)
-        except OSError as error:
-            return JSONResponse({"error": f"the run folder could not be read: {error}"}, 503)
-
-    return endpoint
+    return Guard(Router(routes), token, port)
 
 
 def _order(query: QueryParams) -> str:

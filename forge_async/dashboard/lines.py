@@ -25,8 +25,12 @@ class GrowingFile:
         self._inode = 0
 
     @property
-    def exists(self) -> bool:
-        return self.path.exists()
+    def size(self) -> int | None:
+        """Bytes that it has now; None: there is no such file."""
+        try:
+            return self.path.stat().st_size
+        except FileNotFoundError:
+            return None
 
     def new_lines(self) -> Iterator[tuple[int, bytes]]:
         """(Offset, line without its end) of every whole line that was not read before."""
@@ -45,6 +49,9 @@ class GrowingFile:
     def new_chunks(self) -> Iterator[tuple[int, bytes]]:
         """(Offset, whole lines) of what was not read before."""
         try:
+            found = self.path.stat()
+            if (found.st_ino, found.st_size) == (self._inode, self.offset):
+                return
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())
                 if self.offset and (found.st_size < self.offset or found.st_ino != self._inode):
@@ -52,7 +59,7 @@ class GrowingFile:
                 self._inode = found.st_ino
                 first = file.seek(self.offset)
                 rest = b""
-                while chunk := file.read(CHUNK_BYTES):
+                while chunk := file.read(min(CHUNK_BYTES, found.st_size - first - len(rest))):
                     data = rest + chunk if rest else chunk
                     length = data.rfind(b"\n") + 1
                     rest = data[length:]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from forge_async.errors import ForgeError
 from forge_async.mesh.runtime import current_runtime
 from forge_async.observability.clocks import IdleMeter, RateMeter
 from forge_async.observability.console import Console
-from forge_async.observability.jsonl import to_plain
+from forge_async.observability.jsonl import encode
 from forge_async.observability.run_folder import RunPaths, write_whole
 from forge_async.observability.spans import SpanLog
 from forge_async.types import Episode
@@ -241,7 +240,7 @@ class Monitor:
             },
             "ledger": {**buffer.ledger.summary(), "in_flight": buffer.ledger.in_flight},
         }
-        write_whole(self._folder.status, json.dumps(to_plain(status), allow_nan=False))
+        write_whole(self._folder.status, encode(status))
 
     async def _replica(self, index: int) -> dict[str, Any]:
         replica, name = self._engines.policy.replicas[index], f"generator {index}"

@@ -15,8 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from forge_async.dashboard.lines import GrowingFile
 
 KIND, REPLICA = re.compile(rb'"kind": "([^"\\]+)"'), re.compile(rb'"replica": (\d+)')
@@ -126,8 +124,8 @@ class MetricsTable(Table):
         self.last = row
 
     def since(self, row: int, keys: Iterable[str]) -> dict[str, list[float | None]]:
-        """The columns ``keys`` from ``row`` on, six digits each."""
-        return {key: _rounded(self.columns[key][row:]) for key in keys}
+        """The columns ``keys`` from ``row`` on."""
+        return {key: self.columns[key][row:] for key in keys}
 
 
 class EventTable(Table):
@@ -192,19 +190,10 @@ def _step_of(value: Any) -> int:
 
 
 def _number(value: Any) -> float | None:
+    """To six digits: more are not drawn, and would be sent."""
     if type(value) is not float and type(value) is not int:
         try:
             value = float(value)  # "nan" and its like, too
         except (TypeError, ValueError):
             return None
-    return value if math.isfinite(value) else None
-
-
-def _rounded(values: list[float | None]) -> list[float | None]:
-    """To six digits, all at once: there may be very many."""
-    exact = np.array(values, dtype=np.float64)  # None: NaN
-    with np.errstate(all="ignore"):
-        scale = 10.0 ** (5 - np.floor(np.log10(np.abs(exact))))
-        rounded = np.round(exact * scale) / scale
-    rounded = np.where((scale > 0) & (scale < 1e22), rounded, exact)  # 0, and what is too small or too large for that
-    return [None if value != value else value for value in rounded.tolist()]
+    return float(f"{value:.6g}") if math.isfinite(value) else None

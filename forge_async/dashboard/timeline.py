@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
 from array import array
@@ -32,6 +33,8 @@ class Lane:
         self.names = array("i")
         self.versions = array("i")
         """-1 where a span has none."""
+        self.numbers = array("q")
+        """Which of all spans each is, in the order of the file."""
 
 
 class SpanTable(Table):
@@ -48,6 +51,7 @@ class SpanTable(Table):
         self._kinds: dict[bytes, int] = {}
         """Both count from 1."""
         self.first, self.last = float("inf"), float("-inf")
+        self.count = 0
 
     def update(self) -> None:
         """Take in new lines: all of a chunk at once where they are what a run writes, else one by one."""
@@ -82,6 +86,7 @@ class SpanTable(Table):
         kinds = np.array([self._kinds.get(name) or self._new_kind(name) for name in names], np.int32) - 1
         versions = np.array([int(number) if number else -1 for number in version], np.int32)
         lanes = np.array([self._by_bytes.get(key) or self._new_lane(key) for key in zip(actors, rows, strict=True)]) - 1
+        numbers = np.arange(self.count, self.count + len(found), dtype=np.int64)
         everything = list(self.lanes.values())
         for number in np.unique(lanes):
             chosen, lane = lanes == number, everything[number]
@@ -90,9 +95,11 @@ class SpanTable(Table):
                 (lane.ends, ends),
                 (lane.names, kinds),
                 (lane.versions, versions),
+                (lane.numbers, numbers),
             ):
                 column.frombytes(values[chosen].tobytes())
         self.first, self.last = min(self.first, float(starts.min())), max(self.last, float(ends.max()))
+        self.count += len(found)
 
     def _new_kind(self, name: bytes) -> int:
         self.names.append(name.decode(errors="replace"))
@@ -105,6 +112,16 @@ class SpanTable(Table):
         self.lanes[title.decode(errors="replace")] = Lane()
         self._by_bytes[key] = len(self.lanes)
         return len(self.lanes)
+
+    def since(self, count: int) -> list[dict[str, Any]]:
+        """Per lane, as :meth:`window`, the spans after the first ``count``."""
+        lanes = []
+        for name in sorted(self.lanes, key=_place):
+            lane = self.lanes[name]
+            new = bisect.bisect_left(lane.numbers, count)
+            columns = (lane.names[new:], lane.starts[new:], lane.ends[new:], lane.versions[new:])
+            lanes.append({"lane": name, "spans": _joined(zip(*columns, strict=True))})
+        return lanes
 
     def window(self, start: float, end: float, pixels: int) -> list[dict[str, Any]]:
         """Per lane the spans in [start, end] (Unix time): [name's index, start, seconds, version, how many].

@@ -24,6 +24,9 @@ DRAWN = (
 )
 """The series of the page's own charts, as in ``static/curves.js``."""
 
+NEW_SPANS = 1000
+"""So many new ones are told alone; of more, the whole window is told again, as the page may draw far too many."""
+
 SILENT_S, STARTING_S = 30.0, 600.0
 """Seconds without a sign of life after which a run that has not ended is called silent: once it trains (or three times
 its ``metrics.status_every_s``, where that is more), and while its engines start."""
@@ -40,6 +43,8 @@ class RunView:
         self.events = EventTable(self.paths.events)
         self.episodes = EpisodeTable(self.paths.episodes)
         self.spans = SpanTable(self.paths.spans)
+        self.caught_up = False
+        """Whether :meth:`read_ahead` is done: what is asked for now takes no longer than it takes to change threads."""
         self._config: tuple[tuple[int, int], Any] = ((0, 0), None)
         """When it was changed and its size, and what was in it."""
 
@@ -56,6 +61,7 @@ class RunView:
                 with self.episodes.lock:
                     done = self.episodes.index(most=500)
                 time.sleep(0.02)  # it is for filters: what a page shows at first goes before
+            self.caught_up = True
 
         thread = threading.Thread(target=read, daemon=True)
         thread.start()
@@ -78,13 +84,15 @@ class RunView:
             metrics.update()
             events.update()
             row = metrics_row if metrics_generation == metrics.generation else 0
-            run = self._run()
+            config, status = self._read_config(), self._read_status()
+            tables = {table.file.path.name: table for table in (metrics, events, self.episodes, self.spans)}
+            sizes = {name: table.file.size for name, table in tables.items()}
             return {
                 "name": self.paths.path.resolve().name,
                 "now": time.time(),
-                "run": run,
-                "config": self._settings(),
-                "status": self._read_status(),
+                "run": self._run(config, status),
+                "config": _settings(config),
+                "status": status,
                 "summary": _read_json(self.paths.summary) if events.newest("end") else None,
                 "episodes": {"count": episodes, "generation": self.episodes.generation},
                 "metrics": {
@@ -103,16 +111,9 @@ class RunView:
                     "swaps": events.swaps,
                     "published": events.newest("published"),
                 },
-                "missing": [
-                    table.file.path.name
-                    for table in (metrics, events, self.episodes, self.spans)
-                    if not table.file.exists
-                ],
-                "broken": {
-                    table.file.path.name: table.broken
-                    for table in (metrics, events, self.episodes, self.spans)
-                    if table.broken
-                },
+                "spans": sizes[self.spans.file.path.name],
+                "missing": [name for name, size in sizes.items() if size is None],
+                "broken": {name: table.broken for name, table in tables.items() if table.broken},
             }
 
     def episode_rows(
@@ -141,21 +142,30 @@ class RunView:
             self.episodes.update()
             return self.episodes.record(index) if 0 <= index < len(self.episodes) else None
 
-    def timeline(self, start: float | None, end: float | None, pixels: int) -> dict[str, Any]:
-        """The spans between two Unix times (None: all there is)."""
-        with self.spans.lock:
-            self.spans.update()
-            if not self.spans.lanes:
+    def timeline(
+        self, start: float | None, end: float | None, pixels: int, after: int = 0, generation: int = 0
+    ) -> dict[str, Any]:
+        """The spans between two Unix times (None: all there is); of a page that has some, only those that are new.
+
+        Args:
+            after: how many of ``generation`` there were when it asked last.
+        """
+        spans = self.spans
+        with spans.lock:
+            spans.update()
+            if not spans.lanes:
                 return {"first": None, "last": None, "names": [], "lanes": []}
-            start = self.spans.first if start is None else start
-            end = self.spans.last if end is None else end
+            start = spans.first if start is None else start
+            end = spans.last if end is None else end
+            adds = generation == spans.generation and 0 < after <= spans.count < after + NEW_SPANS
             return {
-                "first": self.spans.first,
-                "last": self.spans.last,
-                "start": start,
-                "end": end,
-                "names": self.spans.names,
-                "lanes": self.spans.window(start, max(end, start + 1e-6), pixels),
+                "first": spans.first,
+                "last": spans.last,
+                "generation": spans.generation,
+                "count": spans.count,
+                "adds": adds,
+                "names": spans.names,
+                "lanes": spans.since(after) if adds else spans.window(start, max(end, start + 1e-6), pixels),
             }
 
     def outcome_of(self, command_id: str) -> dict[str, Any] | None:
@@ -167,7 +177,7 @@ class RunView:
                     return event
         return None
 
-    def _run(self) -> dict[str, Any]:
+    def _run(self, config: Any, status: dict[str, Any] | None) -> dict[str, Any]:
         """``state``: empty, starting, running, paused, silent, or how it ended; Unix times of its ``started``, of its
         ``last`` event, and when it was last ``seen`` to live."""
         events = self.events
@@ -178,12 +188,12 @@ class RunView:
         seen = max(self._last_look(), _time_of(last))
         if end is not None:
             state = str(end.get("outcome", "ended"))
-        elif time.time() - seen > (self._silent_s() if ready else STARTING_S):
+        elif time.time() - seen > (_silent_s(config) if ready else STARTING_S):
             state = "silent"
         elif not ready:
             state = "starting"
         else:
-            state = str((self._read_status() or {}).get("state", "running"))
+            state = str((status or {}).get("state", "running"))
         began, monarch = _time_of(start or last), events.newest("monarch_dashboard") or {}
         serves = end is None and _time_of(monarch) >= began  # else it was another process's
         return {
@@ -193,13 +203,6 @@ class RunView:
             "seen": seen or None,
             "monarch": monarch.get("url") if serves else None,
         }
-
-    def _silent_s(self) -> float:
-        """Seconds without a sign of life after which the run is called silent; one that never looks gives none."""
-        every_s = self._setting("metrics", "status_every_s")
-        if not isinstance(every_s, int | float):
-            return SILENT_S
-        return max(SILENT_S, 3 * every_s) if every_s > 0 else math.inf
 
     def _last_look(self) -> float:
         try:
@@ -223,19 +226,8 @@ class RunView:
                 self.episodes.lock.release()
         return len(self.episodes)
 
-    def _settings(self) -> dict[str, Any]:
-        """A few settings that the page needs."""
-        return {
-            "steps": self._setting("steps"),
-            "model": self._setting("model", "path"),
-            "dataset": self._setting("dataset", "name") or self._setting("dataset", "kind"),
-            "replicas": self._setting("policy", "num_replicas"),
-            "update_mode": self._setting("policy", "update", "mode"),
-            "max_staleness": self._setting("buffer", "max_staleness"),
-        }
-
-    def _setting(self, *keys: str) -> str | float | None:
-        """One setting of ``config.yaml``; None where there is no such one, or not yet."""
+    def _read_config(self) -> Any:
+        """What is in ``config.yaml``; None where there is none, or not yet."""
         try:
             found = self.paths.config.stat()
             if (found.st_mtime_ns, found.st_size) != self._config[0]:
@@ -244,10 +236,34 @@ class RunView:
                 self._config = (self._config[0], tree)
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return None
-        value = self._config[1]
-        for key in keys:
-            value = value.get(key) if isinstance(value, dict) else None
-        return value if isinstance(value, str | int | float) else None
+        return self._config[1]
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """A few settings that the page needs."""
+    return {
+        "steps": _setting(config, "steps"),
+        "model": _setting(config, "model", "path"),
+        "dataset": _setting(config, "dataset", "name") or _setting(config, "dataset", "kind"),
+        "replicas": _setting(config, "policy", "num_replicas"),
+        "update_mode": _setting(config, "policy", "update", "mode"),
+        "max_staleness": _setting(config, "buffer", "max_staleness"),
+    }
+
+
+def _setting(config: Any, *keys: str) -> str | float | None:
+    """One setting; None where there is no such one."""
+    for key in keys:
+        config = config.get(key) if isinstance(config, dict) else None
+    return config if isinstance(config, str | int | float) else None
+
+
+def _silent_s(config: Any) -> float:
+    """Seconds without a sign of life after which the run is called silent; one that never looks gives none."""
+    every_s = _setting(config, "metrics", "status_every_s")
+    if not isinstance(every_s, int | float):
+        return SILENT_S
+    return max(SILENT_S, 3 * every_s) if every_s > 0 else math.inf
 
 
 def _time_of(event: dict[str, Any]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -101,7 +102,7 @@ def describe(
         "newest": int(versions.max()) if len(versions) else 0,
         "prompt_id": group.prompt.prompt_id,
         "reward_parts": episode.reward_parts,
-        "group_reward_mean": float(np.mean(rewards)),
+        "group_reward_mean": sum(rewards) / len(rewards),
         "group_rewards": rewards,
         "failed": group.failed,
         "task": group.prompt.task,
@@ -128,17 +129,18 @@ def describe_turn(
     completion = turn.completion
     token_ids = completion.token_ids.tolist()
     text = tokenizer.decode(token_ids)
+    logprobs = completion.logprobs.tolist()
     return {
         "completion": text,
         "tokens": len(token_ids),
         "finish_reason": completion.finish_reason,
         "versions": spans(completion.policy_versions),
         "kv_versions": spans(completion.kv_versions),
-        "mean_logprob": float(np.mean(completion.logprobs)) if len(completion.logprobs) else None,
+        "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
         "trained": None if mask is None else spans(mask.astype(np.int32)),
         "pieces": pieces.of(token_ids, text),
-        "logprobs": _rounded(completion.logprobs),
-        "trainer_logprobs": None if trainer is None else _rounded(trainer),
+        "logprobs": _rounded(logprobs),
+        "trainer_logprobs": None if trainer is None else _rounded(trainer.tolist()),
         "reply": [dict(message) for message in turn.reply],
     }
 
@@ -156,8 +158,8 @@ def _trained(
     return None, None
 
 
-def _rounded(values: np.ndarray) -> list[float | None]:
-    return [round(value, LOGPROB_DIGITS) if np.isfinite(value) else None for value in values.tolist()]
+def _rounded(values: list[float]) -> list[float | None]:
+    return [round(value, LOGPROB_DIGITS) if math.isfinite(value) else None for value in values]
 
 
 def spans(versions: np.ndarray) -> list[list[int]]:

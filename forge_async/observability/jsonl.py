@@ -33,7 +33,7 @@ class JsonLines:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record. NumPy values, dataclasses, paths and non-finite floats are turned into plain JSON."""
-        line = json.dumps(to_plain(record), ensure_ascii=False, allow_nan=False) + "\n"
+        line = encode(record) + "\n"
         with self._lock:
             if self._file.closed:
                 raise ValueError(f"{self.path} is closed: nothing can be recorded after the run ended")
@@ -52,12 +52,12 @@ class JsonLines:
 
 def write_line(file: io.FileIO, line: str) -> None:
     """Append a line to an unbuffered file, whole or not at all."""
-    start, rest = file.seek(0, io.SEEK_END), memoryview(line.encode())
+    data, done = line.encode(), 0
     try:
-        while rest:  # of a disk that fills up, the part that found room
-            rest = rest[file.write(rest) :]
+        while done < len(data):  # of a disk that fills up, the part that found room
+            done += file.write(data[done:] if done else data)
     except OSError:
-        file.truncate(start)
+        file.truncate(file.seek(0, io.SEEK_END) - done)
         raise
 
 
@@ -69,6 +69,14 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             if line.endswith("\n"):
                 yield json.loads(line)
+
+
+def encode(record: Any) -> str:
+    """``record`` as JSON, in one line; what is none of JSON's own as :func:`to_plain` has it."""
+    try:
+        return _ENCODER.encode(record)
+    except (TypeError, ValueError):  # a float that is not finite, a key that is no text: all of it is gone through
+        return _ENCODER.encode(to_plain(record))
 
 
 def to_plain(value: Any) -> Any:
@@ -92,6 +100,9 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, BaseException):
         return f"{type(value).__name__}: {value}"
     return str(value)
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=to_plain)
 
 
 def _cut_partial_line(path: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import expect
 
+from benchmarks.dashboard import Page
 from forge_async.dashboard.config import DashboardConfig
 from forge_async.dashboard.serve import Beside, bind
 from forge_async.observability.run_folder import RunPaths
@@ -78,7 +81,7 @@ def test_every_mesh_tells_how_it_is_and_the_last_spans_come_with_the_end(browser
         assert (ages, figure(page, "buffer-ready"), figure(page, "buffer-in-flight")) == (["3", "0", "4"], "2", "5")
         expect(page.locator('[data-figure="episodes"]')).to_have_text("600")
         add(paths.episodes, **records[-1] | {"step": 151, "episode_id": "the newest"})
-        expect(page.locator(".list .item", has_text="the newest")).to_be_visible()
+        expect(page.locator(".list .item", has_text="the newest")).to_be_visible(timeout=10_000)
         store = {"versions": [5, 7], "readers": {"5": 2}, "leases": 2, "pending": [8]}
         paths.status.write_text(json.dumps(STATUS | {"at": time.time(), "store": store, "buffer": {"ages": {"0": 3}}}))
         expect(page.locator("#pipeline")).to_contain_text("This panel cannot be drawn")
@@ -87,11 +90,14 @@ def test_every_mesh_tells_how_it_is_and_the_last_spans_come_with_the_end(browser
         expect(page.locator('[data-figure="store-doing"]')).to_have_text("writing v8")
         chips = page.locator('[data-figure="versions"] .chip').evaluate_all("all => all.map(c => ({...c.dataset}))")
         assert chips == [{"version": "5", "leases": "2"}, {"version": "7", "leases": "0"}]
-        with page.expect_response("**/api/timeline*"):
-            pass
+        page.locator("#timeline").scroll_into_view_if_needed()
+        with page.expect_response("**/api/timeline*&after=*") as added:
+            add(paths.spans, actor="trainer 0", lane="main", name="clip", at=time.time(), s=0.5)
+        assert sum(len(lane["spans"]) for lane in added.value.json()["lanes"]) == 1, "only what is new"
+        expect(page.locator(".legend", has_text="clip")).to_contain_text("publish")
         add(paths.spans, actor="trainer 0", lane="main", name="checkpoint", at=time.time(), s=0.5)
         add(paths.events, kind="end", outcome="finished", at=time.time())
-        expect(page.locator(".legend", has_text="checkpoint")).to_be_visible()
+        expect(page.locator(".legend", has_text="checkpoint")).to_be_visible(timeout=10_000)
         expect(page.locator('[data-figure="state"]')).to_have_text("finished")
         assert page.locator('[data-figure="replica-0-rate"]').count() == 0, "that was then"
 
@@ -123,6 +129,32 @@ def test_rows_that_come_while_one_scrolls_double_none_and_a_page_that_failed_is_
             expect(page.locator(".list .item .id").get_by_text(episode_id, exact=True)).to_have_count(1)
     assert len(refused) == 1
     page.context.close()
+
+
+def test_the_benchmarks_page_asks_what_a_page_asks(browser: Any, run: Any) -> None:
+    paths, url, records = run
+    asked: dict[str, list[str]] = {"page": [], "benchmark": []}
+
+    def grow(number: int) -> None:
+        add(paths.episodes, **records[0] | {"step": 151 + number})
+        add(paths.spans, actor="trainer 0", lane="main", name="train", at=time.time(), s=0.5)
+
+    with opened(browser, url, height=4000) as page:
+        page.wait_for_selector(".token")
+        page.on("request", lambda request: asked["page"].append(request.url.removeprefix(url)))
+        for number in range(5):
+            with page.expect_response("**/api/state*"):
+                grow(number)
+    mine = Page(urlsplit(url).netloc)
+    ask = mine._get
+    mine.ask()
+    mine.ask()
+    mine._get = lambda path: asked["benchmark"].append(path) or ask(path)  # type: ignore[method-assign,func-returns-value]
+    for number in range(2):
+        grow(number)
+        mine.ask()
+    page_asked, own = ({re.sub(r"=\d+", "=N", path) for path in paths} for paths in asked.values())
+    assert page_asked == own and len(own) == 3
 
 
 def test_the_time_of_a_silent_run_stands_still(browser: Any, tmp_path: Path) -> None:

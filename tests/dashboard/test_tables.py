@@ -81,7 +81,7 @@ def test_metrics_have_a_value_per_step_and_the_last_of_a_step_counts(tmp_path: P
     generation = table.generation
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     table.update()
-    assert (table.steps, table.columns["loss"]) == ([1, 2, 3], [1.0, 4.0, 0.123456789])
+    assert (table.steps, table.columns["loss"]) == ([1, 2, 3], [1.0, 4.0, 0.123457])
     assert table.generation != generation, "what a page has is void"
     assert table.since(1, ["loss", "never"]) == {"loss": [4.0, 0.123457], "never": [None, None]}
 
@@ -150,6 +150,25 @@ def test_a_window_of_the_timeline_has_what_is_in_it(tmp_path: Path) -> None:
     at = table.first + 2
     inside = {lane["lane"]: lane["spans"] for lane in table.window(at, at + 0.9, 800)}
     assert [names[span[0]] for span in inside["trainer 0"]] == ["wait", "train"]
+
+
+def test_a_page_that_has_spans_gets_those_that_came_since(tmp_path: Path) -> None:
+    paths = write_run(tmp_path, steps=10)
+    run = RunView(paths.path)
+    had = run.timeline(None, None, 800)
+    with paths.spans.open("a") as file:
+        for name, at in (("train", 1e9), ("train", 1e9 + 1.001), ("other", 1e9 + 3)):
+            lane = {"actor": "trainer 0", "lane": "new" if name == "other" else "main"}
+            file.write(json.dumps({**lane, "name": name, "at": at, "s": 1.0}) + "\n")
+    found = run.timeline(None, None, 800, after=had["count"], generation=had["generation"])
+    assert (had["adds"], found["adds"], found["count"]) == (False, True, 83)
+    train, other = found["names"].index("train"), found["names"].index("other")
+    assert [(lane["lane"], lane["spans"]) for lane in found["lanes"] if lane["spans"]] == [
+        ("trainer 0", [[train, 1e9, 2.001, -1, 1]]),
+        ("trainer 0 new", [[other, 1e9 + 3, 1.0, -1, 1]]),
+    ]
+    for after, generation in ((83 - view.NEW_SPANS, 0), (0, 0), (84, 0), (80, 1)):
+        assert not run.timeline(None, None, 800, after, generation)["adds"], "all of them"
 
 
 def test_more_spans_than_pixels_show_what_took_most_of_each(tmp_path: Path) -> None:

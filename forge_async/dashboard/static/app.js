@@ -72,7 +72,7 @@ function useRun() {
         wait = REST_MS;
       }
       busy = false;
-      if (!stopped) timer = setTimeout(ask, document.hidden ? REST_MS : wait);
+      if (!stopped && !document.hidden) timer = setTimeout(ask, wait); // a hidden page asks nothing
     };
     again.current = ask;
     const shown = () => document.hidden || ask();
@@ -177,7 +177,7 @@ function App() {
       ${broken.length > 0 && html`<p class="warning">Lines that are not readable were left out: ${broken.map(([file, n]) => `${n} of ${file}`).join(", ")}.</p>`}
       <${Guarded} id="pipeline" title="Pipeline"><${Pipeline} run=${run} live=${live} /></${Guarded}>
       <${Guarded} id="curves" title="Curves"><${Curves} run=${run} refresh=${refresh} missing=${run.missing.includes("metrics.jsonl")} /></${Guarded}>
-      <${Guarded} id="timeline" title="Timeline"><${Timeline} live=${live} missing=${run.missing.includes("spans.jsonl")} /></${Guarded}>
+      <${Guarded} id="timeline" title="Timeline"><${Timeline} size=${run.spans} missing=${run.missing.includes("spans.jsonl")} /></${Guarded}>
       <${Guarded} id="episodes" title="Episodes"><${Episodes} count=${`${run.episodes.generation}/${run.episodes.count}`} missing=${run.missing.includes("episodes.jsonl")} /></${Guarded}>
       <${Guarded} id="events" title="Events"><${Events} list=${run.eventList} count=${run.events.count} kinds=${run.events.kinds} /></${Guarded}>
     </main>

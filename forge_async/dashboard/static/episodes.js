@@ -1,8 +1,8 @@
 // The list of recorded episodes, of which only the rows in sight exist, and the reader of one.
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
-import { get, isNumber, number, Panel, Tip, useSize, versionClass, whole } from "./util.js";
+import { get, isNumber, number, Panel, Tip, useInSight, useSize, versionClass, whole } from "./util.js";
 
-const ROW = 40, PAGE = 200, AGAIN_MS = 2000;
+const ROW = 40, PAGE = 50, AGAIN_MS = 2000;
 
 // The pages of one question, all of the same first `all` episodes of the file: rows that are added meanwhile would shift
 // what comes after them.
@@ -200,7 +200,8 @@ export function Episodes({ count, missing }) {
   const [chosen, choose] = useState(null);
   const [open, setOpen] = useState(false);
   const query = `order=${order}&mixed=${mixed ? 1 : 0}${/^\d+$/.test(step) ? `&step=${step}` : ""}`;
-  const list = useList(query, count);
+  const panel = useRef(null);
+  const list = useList(query, useInSight(panel, count));
   useEffect(() => { if (chosen === null && list.row(0)) choose(list.row(0)[0]); }, [list.tick]);
   const tools = html`
     <label><input type="checkbox" checked=${mixed} onChange=${(e) => setMixed(e.target.checked)} /> swapped midway</label>
@@ -209,7 +210,7 @@ export function Episodes({ count, missing }) {
       ${["newest", "oldest", "best", "worst"].map((name) => html`<option value=${name} selected=${name === order}>${name}</option>`)}
     </select>`;
   return html`
-    <${Panel} id="episodes" title="Episodes" note=${html`<span data-figure="episodes">${whole(list.total)}</span>${list.total !== list.all ? ` of ${whole(list.all)}` : ""}`} tools=${list.all ? tools : null}>
+    <${Panel} box=${panel} id="episodes" title="Episodes" note=${html`<span data-figure="episodes">${whole(list.total)}</span>${list.total !== list.all ? ` of ${whole(list.all)}` : ""}`} tools=${list.all ? tools : null}>
       ${list.all
         ? html`<div class="split ${open ? "open" : ""}">
             <div class="list-side"><div class="item names"><span class="step">step</span><span class="id">episode</span><span class="versions">versions</span><span class="count">tokens</span><span class="reward">reward</span></div>

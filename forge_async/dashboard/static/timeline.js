@@ -1,9 +1,10 @@
 // What every actor was doing, lane by lane. The wheel or the buttons zoom, dragging moves, a double click shows all.
 import { html, useCallback, useEffect, useRef, useState } from "./vendor/htm-preact.js";
-import { css, duration, get, Panel, Tip, useScheme, useSize } from "./util.js";
+import { css, duration, get, Panel, Tip, useInSight, useScheme, useSize } from "./util.js";
 import { FIRST } from "./ahead.js";
 
 const LANE = 24, GAP = 6, AXIS = 22;
+const JOIN_S = 0.005, MANY = 1000; // spans that are added before all of the window is asked for again, as pixels show less
 const KNOWN = ["generate", "swap", "pull", "attest", "train", "publish", "reward", "checkpoint", "data", "forward", "logprobs", "reference",
   "backward", "clip", "optimizer", "wait", "hold"];
 
@@ -15,7 +16,20 @@ function ticksOf(start, end, count) {
   return [ticks, step];
 }
 
-export function Timeline({ live, missing }) {
+// Puts what is new at the ends of the lanes; what the controller's questions have cut is one again.
+function add(data, found) {
+  const lanes = new Map(data.lanes.map((lane) => [lane.lane, lane.spans]));
+  const joined = (before, after) => {
+    const [last, first] = [before[before.length - 1], after[0]];
+    if (!last || !first || last[0] !== first[0] || last[3] !== first[3]) return before.concat(after);
+    const gap = first[1] - last[1] - last[2];
+    if (gap < 0 || gap >= JOIN_S) return before.concat(after);
+    return [...before.slice(0, -1), [last[0], last[1], first[1] + first[2] - last[1], last[3], last[4]], ...after.slice(1)];
+  };
+  return { ...found, lanes: found.lanes.map((lane) => ({ ...lane, spans: joined(lanes.get(lane.lane) || [], lane.spans) })) };
+}
+
+export function Timeline({ size, missing }) {
   const [box, { width }] = useSize();
   const canvas = useRef(null);
   const [data, setData] = useState(null);
@@ -23,22 +37,30 @@ export function Timeline({ live, missing }) {
   const [tip, setTip] = useState(null);
   const [failed, setFailed] = useState("");
   const [tries, setTries] = useState(0);
-  const drag = useRef(null), pending = useRef(0), asked = useRef(0);
+  const drag = useRef(null), pending = useRef(0), asked = useRef(0), had = useRef(null), added = useRef(0), panel = useRef(null);
+  const fresh = useInSight(panel, size);
   const scheme = useScheme();
   const labels = width < 520 ? 0 : 116;
   const plot = Math.max(1, width - labels);
 
+  // Of a window that it has, only what is new.
   const ask = async (path) => {
-    const mine = ++asked.current;
+    const mine = ++asked.current, has = had.current;
+    const more = has && has.path === path && has.count && added.current < MANY;
     try {
-      const found = await get(path);
-      if (mine === asked.current) { setData(found); setFailed(""); }
+      const found = await get(path + (more ? `&after=${has.count}&generation=${has.generation}` : ""));
+      if (mine !== asked.current) return;
+      added.current = found.adds ? added.current + found.count - has.count : 0;
+      had.current = { ...(found.adds ? add(has, found) : found), path };
+      setData(had.current);
+      setFailed("");
     } catch (error) { setFailed(error.message); setTries((n) => n + 1); }
   };
+  const windowed = `api/timeline?pixels=${Math.round(plot)}${view ? `&start=${view[0]}&end=${view[1]}` : ""}`;
   const load = useCallback(() => {
     clearTimeout(pending.current);
-    pending.current = setTimeout(() => ask(`api/timeline?pixels=${Math.round(plot)}${view ? `&start=${view[0]}&end=${view[1]}` : ""}`), 60);
-  }, [view && view[0], view && view[1], plot]);
+    pending.current = setTimeout(() => ask(windowed), 60);
+  }, [windowed]);
   useEffect(() => { ask(FIRST.timeline); }, []); // how wide it is shows later
   useEffect(() => { if (data) load(); }, [load, !data]);
   useEffect(() => {
@@ -46,14 +68,7 @@ export function Timeline({ live, missing }) {
     const timer = setTimeout(load, 2000);
     return () => clearTimeout(timer);
   }, [tries]);
-  const was = useRef(live);
-  useEffect(() => {
-    if (was.current && !live) load(); // the last spans of a run that was watched to its end
-    was.current = live;
-    if (!live) return;
-    const timer = setInterval(() => document.hidden || load(), 3000);
-    return () => clearInterval(timer);
-  }, [live, load]);
+  useEffect(() => { if (data) ask(windowed); }, [fresh]);
 
   const any = data && data.lanes.length > 0;
   const shown = any ? view || [data.first, Math.max(data.last, data.first + 1e-3)] : null;
@@ -162,7 +177,7 @@ export function Timeline({ live, missing }) {
     <button onClick=${() => setView(null)} disabled=${!view}>all</button>`;
   const used = any ? KNOWN.filter((name) => data.names.includes(name)) : [];
   return html`
-    <${Panel} id="timeline" title="Timeline" note=${any ? `${duration(shown[1] - shown[0])} shown` : ""} tools=${tools}>
+    <${Panel} box=${panel} id="timeline" title="Timeline" note=${any ? `${duration(shown[1] - shown[0])} shown` : ""} tools=${tools}>
       <div ref=${box} class="timeline">
         ${any
           ? html`<canvas ref=${canvas} tabindex="0" aria-label="Timeline: drag to move, click and use the wheel, or + and -, to zoom" style=${{ width: `${width}px`, height: `${height}px` }}

@@ -9,6 +9,8 @@ export async function get(path) {
   return body;
 }
 
+const OFTEN_MS = 4000, SELDOM_MS = 20000;
+
 export const isNumber = (x) => typeof x === "number" && Number.isFinite(x);
 
 export function number(x, digits = 3) {
@@ -68,8 +70,26 @@ export function useSize() {
   return [ref, size];
 }
 
-export const Panel = ({ id, title, note, tools, children }) => html`
-  <section id=${id} class="panel" aria-label=${title}>
+// The value as of a few seconds ago at most while the element is in sight, or nearly; else it is renewed once in a while.
+// For what a panel asks for whenever the value changes.
+export function useInSight(ref, value) {
+  const [inSight, set] = useState(true);
+  const [kept, keep] = useState({ value, at: Date.now() });
+  useEffect(() => {
+    const observer = new IntersectionObserver(([entry]) => set(entry.isIntersecting), { rootMargin: "100px" });
+    observer.observe(ref.current);
+    return () => observer.disconnect();
+  }, []);
+  useEffect(() => {
+    const due = kept.at + (inSight ? OFTEN_MS : SELDOM_MS) - Date.now();
+    const timer = setTimeout(() => keep({ value, at: Date.now() }), Math.max(0, due));
+    return () => clearTimeout(timer);
+  }, [value, inSight]);
+  return kept.value;
+}
+
+export const Panel = ({ id, title, note, tools, children, box }) => html`
+  <section id=${id} class="panel" aria-label=${title} ref=${box}>
     <div class="panel-head">
       <h2>${title}</h2>
       ${note && html`<span class="note">${note}</span>`}

@@ -65,7 +65,8 @@ class Faulty(PolicyActor):
             writes = self._engine.weights.plan.writes
             for parameter, pieces in writes.items():
                 writes[parameter] = [(source, piece) for source, piece in pieces if source != name]
-            for places in (self._engine.weights._spare, self._engine.weights._workbench):
+            weights = self._engine.weights
+            for places in (weights._places, weights._spare, weights._workbench):
                 places.clear()  # they were made by the former mapping
 
     @concurrent_endpoint

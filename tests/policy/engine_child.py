@@ -97,7 +97,7 @@ def with_a_wrong_mapping(engine: PolicyEngine, new: dict[int, Any]) -> dict[str,
 
     def map_as(*writes: Any) -> None:
         weights.plan.writes[fused] = list(writes)
-        for places in (weights._spare, weights._workbench):  # they were made by the former mapping
+        for places in (weights._places, weights._spare, weights._workbench):  # they were made by the former mapping
             places.clear()
 
     map_as((second, one), (first, other), *rest)

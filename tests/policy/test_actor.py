@@ -45,6 +45,7 @@ class Breakable(PolicyActor):
         writes = self._ready().weights.plan.writes
         (first, one), (second, other) = writes["model.layers.1.mlp.gate_up_proj.weight"]
         writes["model.layers.1.mlp.gate_up_proj.weight"] = [(second, one), (first, other)]
+        self._ready().weights._places.clear()  # they were made by the former mapping
         return first, second
 
 

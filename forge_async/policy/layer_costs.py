@@ -12,6 +12,8 @@ import torch
 from forge_async.policy import vllm_compat
 from forge_async.policy.weight_plan import WeightPlan
 
+Layers = Mapping[str, vllm_compat.PackedLinear | vllm_compat.PackedExperts]
+
 
 @dataclass
 class Costs:
@@ -36,29 +38,49 @@ class Costs:
 
         return passes(True) > passes(False)
 
+    def learn(self, packs: bool, seconds: float) -> None:
+        """Note what an update cost. The least counts: the first ones in a form make its memory's pages, later ones do
+        not."""
+        self.update[packs] = min(self.update[packs], seconds)
 
-def measure(
-    plan: WeightPlan, layers: Mapping[str, vllm_compat.PackedLinear | vllm_compat.PackedExperts], rows: int
-) -> Costs:
-    """Time each kind of matrix once in both forms, with ``rows`` of input. ``update[True]`` is measured when the layers
-    are packed."""
-    kinds: dict[tuple[int, ...], list[str]] = {}
+
+def forward_s(
+    plan: WeightPlan, layers: Layers, layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]], rows: int
+) -> float:
+    """Processor seconds of all linear layers' products with ``rows`` of input, with the weights as the layers hold them
+    now. One layer after the other, as in a forward pass: the same one again would find its weights in the caches.
+
+    Args:
+        layout: shape [O, I] and dtype of each parameter, which may be empty while its layer is packed.
+    """
+    products = []
     for name, layer in layers.items():
         if isinstance(layer, vllm_compat.PackedLinear):
-            kinds.setdefault(tuple(plan.parameters[name].shape), []).append(name)
-    forward = {True: 0.0, False: 0.0}
+            shape, dtype = layout[name]
+            products.append((layer.linear, torch.zeros(rows, shape[1], dtype=dtype), plan.parameters[name].data))
+
+    def forward() -> None:
+        for linear, x, weight in products:
+            linear(x, weight)
+
     with torch.no_grad():
-        for names in kinds.values():
-            weight = plan.parameters[names[0]].data
-            x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype)
-            linear = vllm_compat.CpuLinear()
-            for packs in (False, True):
-                linear.packed = vllm_compat.pack(weight) if packs else None
-                forward[packs] += len(names) * _seconds(functools.partial(linear, x, weight))
-    largest = max(plan.parameters.values(), key=lambda parameter: parameter.nbytes).data
+        return _seconds(forward)
+
+
+def update_s(plan: WeightPlan, layers: Layers) -> dict[bool, float]:
+    """Processor seconds of copying all weights, and of packing those of linear layers besides; while they are live."""
+    parameters = [parameter.data for parameter in plan.parameters.values()]
+    largest = max(parameters, key=lambda parameter: parameter.nbytes)
     destination = torch.empty_like(largest)
-    copy_s = _seconds(lambda: destination.copy_(largest)) * plan.nbytes / largest.nbytes
-    return Costs(forward, {True: copy_s, False: copy_s})
+    kinds: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    for name, layer in layers.items():
+        if isinstance(layer, vllm_compat.PackedLinear):
+            weight = plan.parameters[name].data
+            kinds.setdefault(tuple(weight.shape), []).append(weight)
+    with torch.no_grad():
+        copy_s = _seconds(lambda: destination.copy_(largest)) * plan.nbytes / largest.nbytes
+        pack_s = sum(len(own) * _seconds(functools.partial(vllm_compat.pack, own[0])) for own in kinds.values())
+    return {False: copy_s, True: copy_s + pack_s}
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -31,9 +31,9 @@ import torch
 
 from forge_async.errors import ConfigError
 from forge_async.mesh.processes import GiveWay
-from forge_async.policy import vllm_compat
+from forge_async.policy import layer_costs, vllm_compat
 from forge_async.policy.config import UpdateConfig
-from forge_async.policy.layer_costs import Costs, measure
+from forge_async.policy.layer_costs import Costs
 from forge_async.policy.weight_plan import Place, WeightMismatchError, WeightPlan, in_parts
 from forge_async.store.digest import tensor_digest
 
@@ -122,20 +122,18 @@ class LiveWeights:
         self._applied = collections.deque([self.now()], maxlen=6)
         self.costs: Costs | None = None
         if self.layers and config.layers == "auto":
-            self.costs = measure(plan, self.layers, rows)
+            live_s = layer_costs.forward_s(plan, self.layers, self._layout, rows)
+            self.costs = Costs({False: live_s}, layer_costs.update_s(plan, self.layers))
         if self.packs:
-            pack_s = 0.0
             for name, layer in self.layers.items():
                 parameter = plan.parameters[name]
                 dense = parameter.data
-                began = time.thread_time()
                 packed = layer.pack(dense)
-                pack_s += time.thread_time() - began
                 if not torch.equal(layer.unpack(packed), dense):
                     raise WeightMismatchError(f"{name}: what is packed here does not unpack to the same values")
                 layer.install(parameter, dense if layer.shared else None, packed)
             if self.costs is not None:
-                self.costs.update[True] = pack_s
+                self.costs.forward[True] = layer_costs.forward_s(plan, self.layers, self._layout, rows)
 
     # ---- any thread ----
 
@@ -285,7 +283,7 @@ class LiveWeights:
         self.packs = prepared.packs
         self._applied.append(self.now())
         if self.costs is not None:
-            self.costs.update[prepared.packs] = prepared.cost_s
+            self.costs.learn(prepared.packs, prepared.cost_s)
 
     def _flip(self, prepared: Prepared) -> None:
         new = prepared.weights

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import signal
 import sys
 import time
+from pathlib import Path
 
 import cloudpickle
 import pytest
 import pytest_asyncio
+import torch
 from monarch.actor import concurrent_endpoint, current_rank, endpoint
 
 from forge_async.errors import ConfigError, DataError, ForgeError
@@ -18,6 +21,10 @@ from forge_async.mesh import ActorDied, ForgeActor, MeshRuntime, RemoteError
 from forge_async.mesh.processes import HOST_CORES_VARIABLE, process_alive
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
+
+THP_FILE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+THP = THP_FILE.read_text().strip() if THP_FILE.exists() else ""
+"""The kernel's choices, with the one that is set in brackets."""
 
 
 class Probe(ForgeActor):
@@ -38,6 +45,21 @@ class Probe(ForgeActor):
     async def environment(self) -> dict:
         threads = [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
         return {"variables": dict(os.environ), "threads": threads, "sigint": signal.getsignal(signal.SIGINT)}
+
+    @concurrent_endpoint
+    async def in_huge_pages(self, count: int, mib: int) -> float:
+        """Which share of some new tensors of ``mib`` MiB each is."""
+
+        def kib() -> int:
+            rows = Path("/proc/self/smaps_rollup").read_text().splitlines()
+            return int(next(row for row in rows if row.startswith("AnonHugePages")).split()[1])
+
+        def allocate() -> float:
+            before = kib()
+            tensors = [torch.ones(mib << 18) for _ in range(count)]
+            return (kib() - before) / 1024 / mib / len(tensors)
+
+        return await asyncio.to_thread(allocate)
 
     @concurrent_endpoint
     async def fail(self, kind: str) -> None:
@@ -94,6 +116,14 @@ async def test_process_environment(pair):
         assert variables["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         assert (variables["RANK"], variables["WORLD_SIZE"]) == (str(rank), "2")
         assert variables["MASTER_ADDR"] == "127.0.0.1"
+
+
+@pytest.mark.skipif("[never]" in THP or not THP, reason="this machine has no transparent huge pages")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="these are settings of glibc")
+async def test_tensors_smaller_than_two_huge_pages_lie_in_huge_pages(pair):
+    """Also those that a thread makes, as engines do; a mapping of its own would have one aligned huge page at most."""
+    for share in await pair.call("in_huge_pages", 40, 3):
+        assert share > 0.9
 
 
 async def test_remote_errors_keep_their_kind(pair):

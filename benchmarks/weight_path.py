@@ -46,6 +46,10 @@ from forge_async.trainer.config import TrainerConfig
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
 
 
+WARM_UP = 6
+"""Versions before what counts: they make the pages of the store's places and of the replica's two sets."""
+
+
 class Trainer(TrainerActor):
     """The trainer with a step that costs nothing, since steps are not what is measured."""
 
@@ -152,7 +156,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         await asyncio.gather(trainer.call("setup"), policy.call("setup"))
         await trainer.call("hold_as", options.masters)
         rows: list[dict[str, float]] = []
-        for repeat in range(options.repeats + 2):
+        for repeat in range(options.repeats + WARM_UP):
             cast, raw_in = await writer.call_one("cast"), await writer.call_one("copy", True)
             raw_out = await reader.call_one("copy", False)
             began = time.perf_counter()
@@ -173,7 +177,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "swap_s": report["pause_ms"] / 1e3,
                 "attest_s": report["attest_s"],
             }
-            if repeat >= 2:  # the first two make the segments' pages
+            if repeat >= WARM_UP:
                 rows.append(row)
         plain: list[float] = []
         for repeat in range(options.plain_repeats):

@@ -27,6 +27,9 @@ from typing import Any
 WARM_UP_TOKENS = 2
 """Per request, before a window begins: its first forward pass computes all prompts and takes seconds."""
 
+WARM_UP_VERSIONS = 3
+"""Before the first window: they make the pages of the store's places and of the replica's two sets."""
+
 
 def workload(batch: int) -> Iterator[tuple[list[int], int, int]]:
     """(prompt, tokens to generate, seed), without end."""
@@ -119,7 +122,7 @@ class ServiceUnderLoad:
 
         producers = [asyncio.create_task(produce()) for _ in range(self.batch)]
         first = await self._warm()
-        report = await self._update()
+        report = await self.update()
         await asyncio.sleep(max(first[0] + seconds - time.perf_counter(), 0.0))
         last = await self.status()
         await self._end(producers, ids)
@@ -142,7 +145,7 @@ class ServiceUnderLoad:
         first = await self._warm()
         await asyncio.sleep(seconds)
         told = await self.status()
-        await self._update()
+        await self.update()
         live = await self.status()
         await asyncio.sleep(seconds)
         last = await self.status()
@@ -156,7 +159,7 @@ class ServiceUnderLoad:
             status = await self.status()
         return status
 
-    async def _update(self) -> dict[str, Any]:
+    async def update(self) -> dict[str, Any]:
         began = time.perf_counter()
         _, (report,) = await asyncio.gather(self.publish(), self.service.fan_out("sync", self.version + 1))
         if isinstance(report, Exception):
@@ -204,6 +207,8 @@ async def measure(
         if isinstance(seconds, Exception):
             raise seconds
         loaded = ServiceUnderLoad(service, store, tensors, options.batch)
+        for _ in range(WARM_UP_VERSIONS):
+            await loaded.update()
         rates: dict[str, list[float]] = {"bare": [], "service": [], "decoding": [], "pulling": []}
         for number in range(options.windows):
             connection.send(options.seconds)

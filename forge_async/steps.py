@@ -44,8 +44,8 @@ class Step:
     index: int
     """From 1 in this run's numbering; equals ``stats.version`` unless steps were skipped."""
     stats: StepStats
-    groups: tuple[Group, ...]
-    sequences: tuple[TrainingSequence, ...]
+    groups: tuple[Group, ...] = field(repr=False)
+    sequences: tuple[TrainingSequence, ...] = field(repr=False)
     """What was trained of the groups."""
     reward: float
     """Mean over the episodes of the batch."""

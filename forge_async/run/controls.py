@@ -12,7 +12,7 @@ import numpy as np
 
 from forge_async.checks import completion_sequence, sampling_bias
 from forge_async.config import Config, changed
-from forge_async.errors import ConfigError, ForgeError, prefix_errors, require
+from forge_async.errors import ConfigError, DataError, ForgeError, prefix_errors, require
 from forge_async.journal import request_seed
 from forge_async.mesh import ReplicaDied, Service
 from forge_async.observability.episodes import spans
@@ -68,6 +68,8 @@ def prompt_ids(asked: Asked, tokenizer: Any, dataset: DatasetConfig) -> IdArray:
         return render_prompt(tokenizer, build_messages(asked, dataset.system_prompt, dataset.examples))
     if len(asked) and isinstance(asked[0], dict):
         return render_prompt(tokenizer, asked)  # type: ignore[arg-type]
+    if not hasattr(asked, "__len__"):
+        raise DataError(f"the prompt is {asked!r}: give text, chat messages or token ids")
     return np.asarray(asked, dtype=np.int32)
 
 
@@ -118,6 +120,8 @@ async def generate(
 
 class PolicyControl:
     """``run.policy``."""
+
+    __slots__ = ("_numbers", "_run")  # an attribute that is set by mistake is an error, and not without effect
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -189,6 +193,8 @@ class PolicyControl:
 
 class TrainerControl:
     """``run.trainer``."""
+
+    __slots__ = ("_run",)
 
     def __init__(self, run: Run) -> None:
         self._run = run

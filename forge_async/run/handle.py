@@ -191,8 +191,8 @@ class Run:
 
         Interrupted (as a notebook's cell is), it leaves the run paused after the step that is being trained.
         """
-        if count < 1:
-            raise RunStateError(f"step: {count} steps cannot be taken; give 1 or more.")
+        if not isinstance(count, int) or count < 1:
+            raise RunStateError(f"step: {count!r} steps cannot be taken; give a whole number, 1 or more.")
         pace = self._up("step")
         steps = await pace.step(count)
         await self.parts.recording.look(self.engines.policy)

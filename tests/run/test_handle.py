@@ -13,14 +13,14 @@ import pytest
 
 import forge_async
 from forge_async.config import Config, changed, differences
-from forge_async.errors import ConfigError, ForgeError, ModelNotFoundError, RunFailed, RunStateError
+from forge_async.errors import ConfigError, DataError, ForgeError, ModelNotFoundError, RunFailed, RunStateError
 from forge_async.journal import Journal
 from forge_async.mesh import ActorDied
 from forge_async.observability.events import EventLog
 from forge_async.policy.config import UpdateConfig
 from forge_async.policy.turns import Diverged
 from forge_async.run import Run, Status
-from forge_async.run.controls import PageControl, sampling_of
+from forge_async.run.controls import PageControl, prompt_ids, sampling_of
 from forge_async.run.parts import Parts
 from forge_async.run.recording import Recording
 from forge_async.run.status import ReplicaStatus
@@ -117,6 +117,20 @@ async def test_rewards_are_named_where_no_environment_gives_any() -> None:
 async def test_a_wrong_count_of_steps_is_refused() -> None:
     with pytest.raises(RunStateError, match="0 steps"):
         await forge_async.launch(Config()).step(0)
+    with pytest.raises(RunStateError, match="'2' steps"):
+        await forge_async.launch(Config()).step("2")  # type: ignore[arg-type]
+
+
+def test_an_attribute_that_controls_do_not_have_is_refused() -> None:
+    run = forge_async.launch(Config())
+    for control in (run.policy, run.trainer):
+        with pytest.raises(AttributeError, match="lr"):
+            control.lr = 1e-5  # type: ignore[attr-defined]
+
+
+def test_a_prompt_is_text_messages_or_ids() -> None:
+    with pytest.raises(DataError, match="the prompt is 7: give text, chat messages or token ids"):
+        prompt_ids(7, None, Config().dataset)  # type: ignore[arg-type]
 
 
 def test_changed_settings_are_checked_as_loaded_ones() -> None:

@@ -66,10 +66,10 @@ def prompt_ids(asked: Asked, tokenizer: Any, dataset: DatasetConfig) -> IdArray:
     """int32 [P]: the prompt as the run's own are rendered: text gets the dataset's system prompt and examples."""
     if isinstance(asked, str):
         return render_prompt(tokenizer, build_messages(asked, dataset.system_prompt, dataset.examples))
-    if len(asked) and isinstance(asked[0], dict):
-        return render_prompt(tokenizer, asked)  # type: ignore[arg-type]
     if not hasattr(asked, "__len__"):
         raise DataError(f"the prompt is {asked!r}: give text, chat messages or token ids")
+    if len(asked) and isinstance(asked[0], dict):
+        return render_prompt(tokenizer, asked)  # type: ignore[arg-type]
     return np.asarray(asked, dtype=np.int32)
 
 

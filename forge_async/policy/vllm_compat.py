@@ -18,6 +18,11 @@
    ``tests/policy/test_engine.py::test_the_recorded_mask_is_the_set_that_was_kept`` covers it.
 6. ``prepare_environment``: on CPU vLLM warns at its import, whatever its log level, that Triton has no CPU backend;
    nothing here asks for one. ``tests/policy/test_quiet.py::test_vllms_notice_of_triton_is_left_out`` covers it.
+7. ``reduce_without_segments``: on CPUs with AVX-512 the ranks of a replica reduce over shared memory of a name that all
+   replicas of a host have in common with the external launcher. A second replica, or one that takes the place of a
+   killed one, then cannot start (``create shm in SHMManager failed. errno: 17``), and a kill leaves segments behind.
+   With the patch they reduce by gloo, as on other CPUs.
+   ``tests/integration/test_exactness.py::test_when_a_rank_dies_the_replica_is_replaced`` covers it.
 """
 
 from __future__ import annotations
@@ -71,6 +76,7 @@ def build_engine(exchangeable: bool = True, **engine_args: Any) -> LLMEngine:
     on_cpu = current_platform.is_cpu()
     if on_cpu:
         allow_seeds_in_split_prefills()
+        reduce_without_segments()
         if exchangeable:
             keep_layers_exchangeable()
     if engine_args.get("enforce_eager") is None:
@@ -339,6 +345,13 @@ def allow_seeds_in_split_prefills() -> None:
         return result
 
     CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync = sample, bookkeeping
+
+
+def reduce_without_segments() -> None:
+    """Patch vLLM's CPU communicator: ranks reduce by torch.distributed, not over named shared memory."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 def live_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -298,6 +298,9 @@ async def test_when_a_rank_dies_the_replica_is_replaced(generators: Generators) 
     with pytest.raises(ReplicaDied):
         await running
     completion = await split.call("generate", PROMPTS[0], SHORT, timeout=120)
+    assert not [
+        name for name in os.listdir("/dev/shm") if "cpushm" in name
+    ]  # which a kill would leave, and the next replica stumble over
     assert not set(old) & set(split.replicas[0].pids)
     assert set(completion.policy_versions) == {version}
     assert furthest(generators.references[version], [completion]) < TOLERANCE

@@ -78,6 +78,7 @@ class Publisher:
                 time.sleep(self.train)
             self.published += 1
             report = self.engine.swap(self.published, self.weights[self.published % len(self.weights)]).result()
+            self.engine.weights.discard()
             self.swap_ms.append(report.pause_ms)
 
     def __enter__(self) -> Publisher:

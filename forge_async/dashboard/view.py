@@ -43,6 +43,8 @@ class RunView:
         self.events = EventTable(self.paths.events)
         self.episodes = EpisodeTable(self.paths.episodes)
         self.spans = SpanTable(self.paths.spans)
+        self.server = f"{time.time_ns()}"
+        """What a page that goes on asking knows this view from another at the same address by."""
         self.caught_up = False
         """Whether :meth:`read_ahead` is done: what is asked for now takes no longer than it takes to change threads."""
         self._config: tuple[tuple[int, int], Any] = ((0, 0), None)
@@ -89,6 +91,7 @@ class RunView:
             sizes = {name: table.file.size for name, table in tables.items()}
             return {
                 "name": self.paths.path.resolve().name,
+                "server": self.server,
                 "now": time.time(),
                 "run": self._run(config, status),
                 "config": _settings(config),

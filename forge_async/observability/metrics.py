@@ -101,7 +101,7 @@ class MetricsLogger:
 class TensorBoardFile:
     """Scalars in TensorBoard's format. Written without torch, so that the controller need not import it.
 
-    Quick steps are written some at once, which costs a fifth of one by one.
+    Quick steps are written some at once, which costs a fifth of one by one; none waits longer than ``TENSORBOARD_S``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -110,18 +110,23 @@ class TensorBoardFile:
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(folder), flush_secs=TENSORBOARD_S)
         self._pending: list[tuple[float, int, Mapping[str, float]]] = []
-        self._written = 0.0
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        now = time.time()
-        if scalars:
-            self._pending.append((now, step, scalars))
-        if now - self._written >= TENSORBOARD_S:
-            self._written = now
-            self._write()
+        if not scalars:
+            return
+        with self._lock:
+            self._pending.append((time.time(), step, scalars))
+            if self._timer is None:
+                self._timer = threading.Timer(TENSORBOARD_S, self._write)
+                self._timer.daemon = True
+                self._timer.start()
 
     def close(self) -> None:
         """Writes what is pending and ends the writer's thread."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._write()
         self._writer.close()
 
@@ -129,7 +134,8 @@ class TensorBoardFile:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        pending, self._pending = self._pending, []
+        with self._lock:
+            pending, self._pending, self._timer = self._pending, [], None
         for at, step, scalars in pending:
             values = [Summary.Value(tag=key, simple_value=value) for key, value in scalars.items()]
             self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=values)))

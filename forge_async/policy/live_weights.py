@@ -310,6 +310,8 @@ class LiveWeights:
                     if layer.shared:
                         self._live_place(name).write(prepared.tensors)
                     layer.install(parameter, dense if layer.shared else None, layer.pack(dense))
+                    if not layer.shared:
+                        self._places.pop(name, None)
                 else:
                     if layer is not None and self.packs:
                         layer.install(parameter, parameter.data if layer.shared else self._like(name), None)

@@ -227,6 +227,7 @@ class Run:
 
     def log(self, step: Step, **more: float) -> None:
         """Show a step and record it: metrics, sampled episodes, console. ``more`` are metrics of the caller's own."""
+        self._require_started("log")
         self.parts.recording.log(step, self.parts.buffer, more)
 
     async def checkpoint(self) -> Path:

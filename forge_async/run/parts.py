@@ -258,7 +258,9 @@ class Parts:
         if error is self._explained:
             return error
         resume = f" Resume with resume={self.folder.path}."
-        explained = RunFailed(f"{error}{resume if self.checkpoints.newest() else ' There is no checkpoint yet.'}")
+        explained = RunFailed(
+            f"{str(error).rstrip('.')}.{resume if self.checkpoints.newest() else ' There is no checkpoint yet.'}"
+        )
         explained.__cause__ = error
         self._explained = explained
         return explained

@@ -168,3 +168,21 @@ def test_the_time_of_a_silent_run_stands_still(browser: Any, tmp_path: Path) -> 
             assert (figure(page, "state"), figure(page, "duration")) == ("silent", "1 min 1 s")
     finally:
         server.stop()
+
+
+def test_a_page_left_open_shows_nothing_but_the_run_that_is_served_now(browser: Any, tmp_path: Path) -> None:
+    first, second = (write_run(tmp_path / f"of {steps}", steps=steps).path for steps in (30, 5))
+    with bind("127.0.0.1", 0) as free:
+        config = DashboardConfig(port=free.getsockname()[1])
+    server = Beside.start(first, config)
+    try:
+        with opened(browser, server.answer()["url"], may_end=True) as page:
+            assert figure(page, "episodes") == "120"
+            server.stop()
+            server = Beside.start(second, config)
+            server.answer()
+            page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # it asks at once
+            expect(page.locator('[data-figure="episodes"]')).to_have_text("20")
+            expect(page.locator("h1")).to_contain_text("of 5")
+    finally:
+        server.stop()

@@ -47,6 +47,7 @@ function useRun() {
   const [run, setRun] = useState(null);
   const [lost, setLost] = useState("");
   const again = useRef(null);
+  const server = useRef("");
   useEffect(() => {
     let timer = 0, stopped = false, busy = false;
     const ask = async () => {
@@ -56,6 +57,8 @@ function useRun() {
       let wait = LIVE_MS;
       try {
         const state = await get(columns.current.path(events.current));
+        if (server.current && server.current !== state.server) return location.reload(); // it may show another run
+        server.current = state.server;
         columns.current.take(state.metrics);
         const e = events.current;
         if (state.events.generation !== e.generation || state.events.count < e.count)

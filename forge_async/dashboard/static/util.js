@@ -76,7 +76,7 @@ export function useInSight(ref, value) {
   const [inSight, set] = useState(true);
   const [kept, keep] = useState({ value, at: Date.now() });
   useEffect(() => {
-    const observer = new IntersectionObserver(([entry]) => set(entry.isIntersecting), { rootMargin: "100px" });
+    const observer = new IntersectionObserver((entries) => set(entries.at(-1).isIntersecting), { rootMargin: "100px" });
     observer.observe(ref.current);
     return () => observer.disconnect();
   }, []);

@@ -84,7 +84,8 @@ def test_mixed_precision_is_held_to_its_own_rounding_and_leaves_no_group(tiny_ll
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     for _ in range(2):
         result = gradient_check(config, tiny_llama, processes=1)
-        assert 1e-4 < max(result.deviations.values()) < 0.02, str(result)  # more layers round more
+        # How much depends on the processor: 0.02 at most with AVX2, 0.034 with bfloat16 products of its own.
+        assert result.passed and max(result.deviations.values()) > 1e-4, str(result)
     assert not dist.is_initialized()
 
 

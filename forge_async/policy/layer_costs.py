@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -68,19 +67,17 @@ def forward_s(
 
 
 def update_s(plan: WeightPlan, layers: Layers) -> dict[bool, float]:
-    """Processor seconds of copying all weights, and of packing those of linear layers besides; while they are live."""
-    parameters = [parameter.data for parameter in plan.parameters.values()]
-    largest = max(parameters, key=lambda parameter: parameter.nbytes)
+    """Processor seconds of copying all weights, and of packing those of layers besides; while they are live."""
+    largest = max((parameter.data for parameter in plan.parameters.values()), key=lambda weight: weight.nbytes)
     destination = torch.empty_like(largest)
-    kinds: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    for name, layer in layers.items():
-        if isinstance(layer, vllm_compat.PackedLinear):
-            weight = plan.parameters[name].data
-            kinds.setdefault(tuple(weight.shape), []).append(weight)
+
+    def pack() -> None:
+        for name, layer in layers.items():
+            layer.pack(plan.parameters[name].data)
+
     with torch.no_grad():
         copy_s = _seconds(lambda: destination.copy_(largest)) * plan.nbytes / largest.nbytes
-        pack_s = sum(len(own) * _seconds(functools.partial(vllm_compat.pack, own[0])) for own in kinds.values())
-    return {False: copy_s, True: copy_s + pack_s}
+        return {False: copy_s, True: copy_s + _seconds(pack)}
 
 
 def _seconds(call: Callable[[], object]) -> float:

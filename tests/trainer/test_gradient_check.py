@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from trainer_samples import DoubleTrainer, forked, masked, sequence
 
@@ -81,11 +82,15 @@ def test_a_mixture_of_experts_does_so_too(tiny_qwen3_moe: Path) -> None:
 
 
 def test_mixed_precision_is_held_to_its_own_rounding_and_leaves_no_group(tiny_llama: Path) -> None:
+    """PyTorch's bfloat16 kernels for AVX-512 round so much more that a token at the edge of a clip changes sides."""
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
-    for _ in range(2):
-        result = gradient_check(config, tiny_llama, processes=1)
-        # How much depends on the processor: 0.02 at most with AVX2, 0.034 with bfloat16 products of its own.
-        assert result.passed and max(result.deviations.values()) > 1e-4, str(result)
+    for algorithm in ("grpo", "policy_gradient"):
+        result = gradient_check(
+            dataclasses.replace(config, loss=LossConfig(algorithm=algorithm)), tiny_llama, processes=1
+        )
+        edges = algorithm == "grpo" and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        assert result.passed, str(result)
+        assert 1e-4 < max(result.deviations.values()) < (result.tolerance if edges else 0.02), str(result)
     assert not dist.is_initialized()
 
 

@@ -92,23 +92,35 @@ def test_tokens_are_shaded_by_version_log_prob_ratio_and_mask(browser: Any, serv
         assert (int(tip["version"]), tip["mask"]) == (versions[3], "trained")
 
 
+def settled(page: Any, canvas: Any) -> str:
+    """A canvas' image, when it has not changed for half a second: until then the server's answer is being drawn."""
+    image = ""
+    for _ in range(40):
+        before, image = image, canvas.evaluate("c => c.toDataURL()")
+        if image == before:
+            return image
+        page.wait_for_timeout(500)
+    raise AssertionError("The canvas changes without end.")
+
+
 def test_the_timeline_zooms_to_single_spans(browser: Any, served: tuple[Path, str]) -> None:
     with opened(browser, served[1]) as page:
         canvas = page.locator(".timeline canvas")
         canvas.wait_for()
         note = page.locator("#timeline .note").first
         expect(note).to_have_text("12 min 29 s shown")
-        page.get_by_role("button", name="last 10 s").click()
+        with page.expect_response(lambda answer: "api/timeline" in answer.url and "start=" in answer.url):
+            page.get_by_role("button", name="last 10 s").click()
         expect(note).to_have_text("10.0 s shown")
         canvas.scroll_into_view_if_needed()
         tip, box = page.locator(".tip"), canvas.bounding_box()
-        for attempt in range(50):  # the spans of the new range come when the server has answered
+        for attempt in range(50):  # the spans of the new range are drawn a moment after the server's answer
             page.mouse.move(box["x"] + 116 + (box["width"] - 116) * 0.47 + attempt % 2, box["y"] + 22 + 12)
             if tip.inner_text():
                 break
             page.wait_for_timeout(200)
         assert tip.inner_text().startswith("train")
-        shown = canvas.evaluate("c => c.toDataURL()")
+        shown = settled(page, canvas)
         page.mouse.down()
         canvas.dispatch_event("pointercancel")  # as when a finger's way becomes one of the whole page
         page.mouse.move(box["x"] + 300, box["y"] + 40)

@@ -5,12 +5,17 @@
 
 Needs TRL beside this project's packages: ``pip install trl==1.16.0``. Both train the same model on the same prompts in
 the same order, in groups of the same size with the same rewards, sampling settings, AdamW, float32, clip and mean over
-the tokens of a step; the learning rate is constant. Each has all cores: here one process per core as the config places
-them, there one process with as many threads. They run one after the other, in turns over the seeds. A step's time is
-that between the ends of two steps, with all that is between: generating, scoring, training, new weights. The median
-leaves the warm-up out. TRL generates with Transformers, which is what it does on a CPU; ``--micro-batch`` is how many
-of a step's completions it has in one forward pass. ``--folder`` keeps what was measured and does not run it again. The
-last line is one JSON object.
+the tokens of a step; the learning rate is constant. Each has all cores, and they run one after the other, in turns over
+the seeds:
+
+* async: this project as the config says, generator and trainer beside each other on cores of their own;
+* sync: ``buffer.max_staleness=0``, every core for each phase, so that what is trained on is never stale, as in TRL;
+* TRL: one process with as many threads.
+
+A step's time is that between the ends of two steps, with all that is between: generating, scoring, training, new
+weights. The median leaves the warm-up out. TRL generates with Transformers, which is what it does on a CPU;
+``--micro-batch`` is how many of a step's completions it has in one forward pass. ``--folder`` keeps what was measured
+and does not run it again. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -36,7 +41,8 @@ from forge_async.observability.plot import smooth
 ROOT = Path(__file__).resolve().parent.parent
 FIXED = ["trainer.optimizer.decay=constant", "trainer.optimizer.warmup_steps=0"]
 QUIET = ["metrics.console=false", "metrics.plot=false", "checkpoint.export_hf=false", "dashboard.enabled=false"]
-COLOURS = {"forge_async": "#1b7f5c", "TRL": "#b03a48"}
+COLOURS = {"async": "#1b7f5c", "sync": "#2f6fb0", "TRL": "#b03a48"}
+LABELS = {"async": "forge_async", "sync": "forge_async, synchronous"}
 TIME_LIMIT = 1 / 3
 
 
@@ -54,11 +60,14 @@ class Run:
         return self.step_s[warm_up - 1 :]
 
 
-def ours(options: argparse.Namespace, folder: Path, seed: int) -> Run:
-    settings = [f"steps={options.warm_up + options.steps}", f"seed={seed}", f"output_dir={folder}", f"name=ours-{seed}"]
+def ours(arm: str, options: argparse.Namespace, folder: Path, seed: int) -> Run:
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+    every = [f"placement.trainer_cores=[{cores}]", f"placement.policy_cores=[{cores}]"]
+    own = ["buffer.max_staleness=0", "buffer.max_open_groups=null", *every] if arm == "sync" else []
+    own += [f"steps={options.warm_up + options.steps}", f"seed={seed}", f"output_dir={folder}", f"name={arm}-{seed}"]
     command = [sys.executable, str(ROOT / "apps" / "grpo_main.py"), "--config", options.config]
     done = subprocess.run(
-        [*command, *FIXED, *QUIET, *options.overrides, *settings], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [*command, *FIXED, *QUIET, *options.overrides, *own], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     if done.returncode:
         print(done.stdout)
@@ -175,7 +184,7 @@ def measured(name: str, options: argparse.Namespace, folder: Path, seed: int) ->
     record = folder / f"{name}-{seed}.json"
     what = [options.config, options.steps, options.warm_up, options.micro_batch, *options.overrides]
     if not record.exists():
-        run = (ours if name == "forge_async" else theirs)(options, folder, seed)
+        run = theirs(options, folder, seed) if name == "TRL" else ours(name, options, folder, seed)
         record.write_text(json.dumps({"of": what, "run": asdict(run)}), encoding="utf-8")
     recorded = json.loads(record.read_text(encoding="utf-8"))
     if recorded["of"] != what:
@@ -202,7 +211,7 @@ def draw(runs: dict[str, list[Run]], samples: int, path: Path) -> None:
             for run in own:
                 axis.plot(along, smooth(run.rewards, 3), color=COLOURS[name], alpha=0.3, linewidth=0.9)
             middle = smooth([mean(values) for values in zip(*(run.rewards for run in own), strict=True)], 3)
-            axis.plot(along, middle, color=COLOURS[name], linewidth=2.2, label=name)
+            axis.plot(along, middle, color=COLOURS[name], linewidth=2.2, label=LABELS.get(name, name))
     for axis, label in ((by_samples, "samples"), (by_time, "minutes, at the median step's time")):
         axis.set_xlabel(label)
         axis.grid(alpha=0.25, linewidth=0.6)
@@ -244,14 +253,17 @@ def main() -> None:
     if options.plot:
         draw(runs, samples, options.plot)
     step_s = {name: [median(run.settled(options.warm_up)) for run in own] for name, own in runs.items()}
-    ratios = [a / b for a, b in zip(*step_s.values(), strict=True)]
+    of_trl = {
+        arm: round(median(own / theirs for own, theirs in zip(step_s[arm], step_s["TRL"], strict=True)), 3)
+        for arm in ("async", "sync")
+    }
     result = {
         "config": options.config,
         "steps": options.steps,
         "samples_per_step": samples,
         "micro_batch": options.micro_batch,
         "step_s": {name: [round(value, 2) for value in values] for name, values in step_s.items()},
-        "step_of_trl": round(median(ratios), 3),
+        "step_of_trl": of_trl,
         "limit": round(TIME_LIMIT, 3),
         "reward_last3": {name: [round(mean(run.rewards[-3:]), 4) for run in own] for name, own in runs.items()},
         "reward_all": {name: [round(mean(run.rewards), 4) for run in own] for name, own in runs.items()},

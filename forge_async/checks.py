@@ -90,12 +90,12 @@ async def check_ratios(
         )
     every = np.concatenate(errors)
     report = {"tokens": len(every), "max_error": float(every.max()), "mean_error": float(every.mean())}
-    if not every.max() <= config.checks.ratio_tolerance:  # also when NaN
+    if not every.max() <= config.ratio_tolerance:  # also when NaN
         shown = "; ".join(text for _, text in sorted(worst, reverse=True)[:3])
         raise RunFailed(
             f"trainer and policy disagree on unchanged weights: |ratio - 1| is up to {every.max():.2e} (mean "
             f"{every.mean():.1e}) over {len(every)} tokens, checks.ratio_tolerance is "
-            f"{config.checks.ratio_tolerance:g}. {shown}. Training would be biased, so the run stops; compare the two "
+            f"{config.ratio_tolerance:g}. {shown}. Training would be biased, so the run stops; compare the two "
             "sides' dtype and sampling settings."
         )
     return report

@@ -61,12 +61,13 @@ class ChecksConfig:
 
     ratio_samples: int = 8
     """Fresh completions whose importance ratios must be 1 while the weights are unchanged; 0 switches the check off."""
-    ratio_tolerance: float = 1e-4
-    """Largest allowed |ratio - 1| of any token. bf16 engines need about 0.3."""
+    ratio_tolerance: float | None = None
+    """Largest allowed |ratio - 1| of any token; null: 1e-4 where policy and trainer compute in float32, else 0.3."""
 
     def __post_init__(self) -> None:
         require(self.ratio_samples >= 0, "ratio_samples", self.ratio_samples, "0 or more")
-        require(self.ratio_tolerance > 0, "ratio_tolerance", self.ratio_tolerance, "greater than 0")
+        above = self.ratio_tolerance is None or self.ratio_tolerance > 0
+        require(above, "ratio_tolerance", self.ratio_tolerance, "greater than 0, or null")
 
 
 @dataclass(frozen=True)
@@ -172,12 +173,21 @@ class Config:
             "above 0 with dashboard.control",
             "The run reads what its page asks for as often as it looks at its actors; or set dashboard.control=false.",
         )
+        precision = self.trainer.beside(policy.dtype).precision
         require(
-            self.policy.dtype == self.trainer.dtype or self.checks.ratio_tolerance >= 0.01,
+            policy.dtype == precision or self.ratio_tolerance >= 0.01,
             "checks.ratio_tolerance",
             self.checks.ratio_tolerance,
-            f"at least 0.01 when policy.dtype ({policy.dtype}) and trainer.dtype ({self.trainer.dtype}) differ",
+            f"at least 0.01 when policy.dtype ({policy.dtype}) and trainer.dtype ({precision}) differ",
         )
+
+    @property
+    def ratio_tolerance(self) -> float:
+        """``checks.ratio_tolerance``, with null resolved."""
+        if self.checks.ratio_tolerance is not None:
+            return self.checks.ratio_tolerance
+        precisions = {self.policy.dtype, self.trainer.beside(self.policy.dtype).precision}
+        return 1e-4 if precisions == {"float32"} else 0.3
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,12 @@ def test_override_values_arrive_as_written(override: str, value: object) -> None
         ("dataset.examples=[{prompt: hi, answer: a, mood: b}]", "dataset.examples", "prompt, answer"),
         ("policy.sampling.max_tokens=5000", "policy.sampling.max_tokens", "less than max_model_len (1024)"),
         ("policy.max_model_len=9000", "trainer.max_sequence_tokens", "at least policy.max_model_len (9000)"),
-        ("policy.dtype=bfloat16", "checks.ratio_tolerance", "at least 0.01"),
+        (
+            "trainer.dtype=bfloat16 checks.ratio_tolerance=1e-4",
+            "checks.ratio_tolerance",
+            "0.01 when",
+        ),
+        ("checks.ratio_tolerance=0", "checks.ratio_tolerance", "greater than 0, or null"),
         ("policy.sampling.repetition_penalty=1.1", "policy.sampling.repetition_penalty", "a known setting"),
         ("policy.sampling.logit_bias={5: 1}", "policy.sampling.logit_bias", "a known setting"),
         ("policy.sampling.temperature=0", "policy.sampling.temperature", "above 0"),
@@ -104,6 +109,24 @@ def test_errors_name_key_value_and_what_is_allowed(override: str, key: str, word
         load_config(None, override.split() if " " in override and override.count("=") > 1 else [override])
     assert caught.value.key == key
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "precision", "tolerance"),
+    [
+        ([], "float32", 1e-4),
+        (["policy.dtype=bfloat16"], "bfloat16", 0.3),
+        (["policy.dtype=float16"], "float32", 0.3),
+        (["trainer.dtype=bfloat16"], "bfloat16", 0.3),
+        (["policy.dtype=bfloat16", "trainer.dtype=float32", "checks.ratio_tolerance=0.1"], "float32", 0.1),
+    ],
+)
+def test_the_trainer_and_the_first_check_follow_the_policys_precision(
+    overrides: list[str], precision: str, tolerance: float
+) -> None:
+    config = load_config(None, overrides)
+    assert config.trainer.beside(config.policy.dtype).precision == precision
+    assert config.ratio_tolerance == tolerance
 
 
 def test_a_missing_file_names_the_others(config_file: Path) -> None:

@@ -66,7 +66,7 @@ async def check_gradient(config: Config) -> Finding:
 
     check = "gradient: micro-batches, packing, order, ranks"
     try:
-        result = await asyncio.to_thread(gradient_check, config.trainer, config.model.path)
+        result = await asyncio.to_thread(gradient_check, config.trainer.beside(config.policy.dtype), config.model.path)
     except (ForgeError, RunFailed) as error:
         return Finding(check, False, str(error), "See docs/losses.md.")
     worst = max(result.deviations, key=lambda name: result.deviations[name])

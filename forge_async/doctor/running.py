@@ -50,7 +50,7 @@ async def check_sampling(
     check: str, config: Config, policy: Service, trainer: ActorHandle, prompts: Sequence[Prompt]
 ) -> Finding:
     """That the importance ratios of fresh samples are 1, at the config's own sampling settings."""
-    limit = config.checks.ratio_tolerance
+    limit = config.ratio_tolerance
     try:
         report = await check_ratios(config, policy, trainer, prompts)
     except RunFailed as error:

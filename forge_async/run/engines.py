@@ -72,13 +72,14 @@ class Engines:
 
         self.tell("starting the weight store and the reward workers")
         dtype = config.policy.dtype if config.store.dtype == "auto" else config.store.dtype
+        trainer = config.trainer.beside(config.policy.dtype)
         self.store = await WeightStore.create(replace(config.store, dtype=dtype))
         with prefix_errors("reward"):
             self.rewards = await RewardPool.create(config.reward)
         self.tell("starting the trainer and the policy service: imports take a while")
         self.trainer, self.policy = await both(
             TrainerActor.options(procs=config.trainer.procs, cores=placement.trainer, with_gpus=gpus).spawn(
-                config.trainer, config.model.path, store=self.store, total_steps=config.steps, seed=config.seed
+                trainer, config.model.path, store=self.store, total_steps=config.steps, seed=config.seed
             ),
             PolicyActor.options(procs=ranks, cores=placement.policy, with_gpus=gpus).as_service(
                 config.policy,

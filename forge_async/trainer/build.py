@@ -35,7 +35,7 @@ class ModelBuilder:
         self._dimensions: Any = None
         titan.quiet_titan()
         titan.distributed_utils.set_spmd_backend("partial_dtensor")
-        if config.procs == 1 and config.dtype == "float32":
+        if config.procs == 1 and config.precision == "float32":
             return
         self._parallel, self._training = self._titan_settings()
         world = titan.distributed_utils.init_distributed(titan.CommConfig(trace_buf_size=0))
@@ -98,7 +98,7 @@ class ModelBuilder:
             spmd_backend="partial_dtensor",
         )
         training = titan.TrainingConfig(
-            dtype="float32", mixed_precision_param=self.config.dtype, seq_len=self.max_sequence_tokens
+            dtype="float32", mixed_precision_param=self.config.precision, seq_len=self.max_sequence_tokens
         )
         return parallel, training
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forge_async.errors import require
 from forge_async.trainer.loss_config import LossConfig
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16")
 DECAYS = ("constant", "linear", "cosine")
 CHECKPOINTING = ("none", "selective", "full")
 ATTENTIONS = ("auto", "segments", "flex", "varlen")
@@ -107,8 +107,9 @@ class TrainerConfig:
     compile: bool = False
     """Compile the layers by ``torch.compile``: the first steps take longer, by as much as the machine's compiler needs,
     and the others less. docs/trainer.md says where it pays."""
-    dtype: str = "float32"
-    """Precision of forward and backward: float32 or bfloat16. Parameters and optimizer state are float32 in both."""
+    dtype: str = "auto"
+    """Precision of forward and backward: float32, bfloat16, or auto: bfloat16 in a run whose ``policy.dtype`` is, else
+    float32. Parameters and optimizer state are float32 in all."""
     attention: str = "auto"
     """``segments``: exact on every device; ``flex``: FlexAttention, CUDA only; ``varlen``: flash attention, CUDA and
     bfloat16 only, without shared prefixes; ``auto``: flex on CUDA, segments on a CPU."""
@@ -143,6 +144,16 @@ class TrainerConfig:
         require(flex_fits, "attention", self.attention, "segments or auto with device cpu, which cannot train by it")
         varlen_fits = self.attention != "varlen" or (self.dtype == "bfloat16" and self.device != "cpu")
         require(varlen_fits, "attention", self.attention, "segments or auto unless dtype is bfloat16 on a CUDA device")
+
+    @property
+    def precision(self) -> str:
+        """``dtype`` with ``auto`` resolved, of a trainer by itself."""
+        return "float32" if self.dtype == "auto" else self.dtype
+
+    def beside(self, policy_dtype: str) -> TrainerConfig:
+        """The same with ``auto`` resolved for a run whose ``policy.dtype`` is known."""
+        follows = self.dtype == "auto" and policy_dtype == "bfloat16"
+        return replace(self, dtype="bfloat16" if follows else self.precision)
 
     def attention_on(self, device: str) -> str:
         """``attention`` with ``auto`` resolved for a kind of device."""

@@ -129,7 +129,7 @@ def gradient_check(
     return GradientCheck(
         deviations={name: value for name, (value, _) in compared.items()},
         worst={name: parameter for name, (_, parameter) in compared.items()},
-        tolerance=TOLERANCES[config.dtype] if tolerance is None else tolerance,
+        tolerance=TOLERANCES[config.precision] if tolerance is None else tolerance,
         gradient_norm=_norm(expected.values()),
         tokens=tokens,
     )

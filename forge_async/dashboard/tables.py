@@ -191,9 +191,9 @@ def _step_of(value: Any) -> int:
 
 def _number(value: Any) -> float | None:
     """To six digits: more are not drawn, and would be sent."""
-    if type(value) is not float and type(value) is not int:
+    if type(value) is not float:
         try:
             value = float(value)  # "nan" and its like, too
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return None
     return float(f"{value:.6g}") if math.isfinite(value) else None

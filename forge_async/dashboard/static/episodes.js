@@ -13,7 +13,8 @@ function useList(query, count) {
   const [state, set] = useState({ tick: 0, failed: "" });
   const failed = (error, again) => {
     set((s) => ({ ...s, failed: error.message }));
-    setTimeout(again, AGAIN_MS);
+    const later = () => setTimeout(() => (document.hidden ? later() : again()), AGAIN_MS);
+    later();
   };
   const load = async (of, page) => {
     of.pages.set(page, null);

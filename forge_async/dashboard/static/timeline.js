@@ -37,7 +37,7 @@ export function Timeline({ size, missing }) {
   const [tip, setTip] = useState(null);
   const [failed, setFailed] = useState("");
   const [tries, setTries] = useState(0);
-  const drag = useRef(null), pending = useRef(0), asked = useRef(0), had = useRef(null), added = useRef(0), panel = useRef(null);
+  const drag = useRef(null), pending = useRef(0), asked = useRef(0), waiting = useRef(""), had = useRef(null), added = useRef(0), panel = useRef(null);
   const fresh = useInSight(panel, size);
   const scheme = useScheme();
   const labels = width < 520 ? 0 : 116;
@@ -45,6 +45,8 @@ export function Timeline({ size, missing }) {
 
   // Of a window that it has, only what is new.
   const ask = async (path) => {
+    if (waiting.current === path) return; // the answer may take longer than until it is asked for again
+    waiting.current = path;
     const mine = ++asked.current, has = had.current;
     const more = has && has.path === path && has.count && added.current < MANY;
     try {
@@ -55,6 +57,7 @@ export function Timeline({ size, missing }) {
       setData(had.current);
       setFailed("");
     } catch (error) { setFailed(error.message); setTries((n) => n + 1); }
+    finally { if (mine === asked.current) waiting.current = ""; }
   };
   const windowed = `api/timeline?pixels=${Math.round(plot)}${view ? `&start=${view[0]}&end=${view[1]}` : ""}`;
   const load = useCallback(() => {
@@ -65,7 +68,7 @@ export function Timeline({ size, missing }) {
   useEffect(() => { if (data) load(); }, [load, !data]);
   useEffect(() => {
     if (!tries) return;
-    const timer = setTimeout(load, 2000);
+    const timer = setTimeout(() => (document.hidden ? setTries((n) => n + 1) : load()), 2000);
     return () => clearTimeout(timer);
   }, [tries]);
   useEffect(() => { if (data) ask(windowed); }, [fresh]);

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import secrets
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -112,6 +112,11 @@ class Config:
     dashboard: DashboardConfig = field(default_factory=DashboardConfig)
     checks: ChecksConfig = field(default_factory=ChecksConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __repr__(self) -> str:
+        """What is not as by default; :func:`to_yaml` shows everything."""
+        settings = {key: new for key, (_, new) in differences(Config(), self).items() if key != "dashboard.token"}
+        return f"Config({', '.join(f'{key}={value!r}' for key, value in settings.items())})"
 
     def __post_init__(self) -> None:
         require(
@@ -244,7 +249,7 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None, sch
     that was not written down (:data:`REDACTED`) is made up anew.
 
     Raises:
-        ConfigError: unknown key (with the nearest valid one), wrong type, or a value that a room refuses.
+        ConfigError: unknown key (with one that is like it, or its room's), wrong type, or a value that a room refuses.
     """
     tree: DictConfig = OmegaConf.structured(schema)
     _writable(tree)
@@ -269,7 +274,7 @@ def changed(config: T, settings: Mapping[str, Any]) -> T:
     """``config`` with some settings replaced, by dotted key; checked just as when it was loaded.
 
     Raises:
-        ConfigError: unknown key (with the nearest valid one), wrong type, or a value that a room refuses.
+        ConfigError: unknown key (with one that is like it, or its room's), wrong type, or a value that a room refuses.
     """
     tree: DictConfig = OmegaConf.structured(type(config))
     _writable(tree)
@@ -373,15 +378,10 @@ def _set(tree: DictConfig, key: str, value: Any, keys: dict[str, Any]) -> None:
         parent = parent.rpartition(".")[0]
     kind = keys.get(parent)
     if parent != key and typing.get_origin(kind) is not dict:
-        nearest = difflib.get_close_matches(key, list(keys), n=1, cutoff=0.0)
+        nearest = _nearest(key, keys)
         siblings = sorted(k for k in keys if k.rpartition(".")[0] == parent)
-        raise ConfigError(
-            key,
-            value,
-            "a known setting",
-            f"Did you mean {nearest[0]}? "
-            + (f"{parent or 'The top level'} has: {', '.join(siblings)}." if siblings else ""),
-        )
+        has = f"{parent or 'The top level'} has: {', '.join(siblings)}." if siblings else f"{parent} has none below it."
+        raise ConfigError(key, value, "a known setting", f"Did you mean {nearest}? {has}" if nearest else has)
     if dataclasses.is_dataclass(kind):
         raise ConfigError(key, value, f"a mapping with {', '.join(f.name for f in dataclasses.fields(kind))}")
     allowed = _describe(kind)
@@ -395,6 +395,17 @@ def _set(tree: DictConfig, key: str, value: Any, keys: dict[str, Any]) -> None:
         OmegaConf.update(tree, key, _escape(value), force_add=typing.get_origin(kind) is dict)
     except (OmegaConfBaseException, RecursionError) as error:  # YAML can hold a list that holds itself
         raise ConfigError(key, value, allowed, str(error).splitlines()[0]) from error
+
+
+def _nearest(key: str, keys: Iterable[str]) -> str | None:
+    """What an unknown key probably meant: one whose last part is that of ``key``, or nearly, wherever it lies; else one
+    that is like it as a whole. None where nothing is: any other guess would mislead."""
+    by_name: dict[str, list[str]] = {}
+    for known in keys:
+        by_name.setdefault(known.rpartition(".")[2], []).append(known)
+    names = difflib.get_close_matches(key.rpartition(".")[2], by_name, n=1, cutoff=0.85)
+    candidates, cutoff = (by_name[names[0]], 0.0) if names else (list(keys), 0.75)
+    return next(iter(difflib.get_close_matches(key, candidates, n=1, cutoff=cutoff)), None)
 
 
 def _takes(kind: Any, value: Any) -> bool:

@@ -63,6 +63,12 @@ def test_override_values_arrive_as_written(override: str, value: object) -> None
     [
         ("trainer.optmizer.lr=3", "trainer.optmizer.lr", "Did you mean trainer.optimizer.lr?"),
         ("group_size=3", "group_size", "Did you mean rollout.group_size?"),
+        ("trainer.lr=3", "trainer.lr", "Did you mean trainer.optimizer.lr?"),
+        ("temprature=3", "temprature", "Did you mean policy.sampling.temperature?"),
+        ("trainer.optimizer.learning_rate=3", "trainer.optimizer.learning_rate", "Did you mean trainer.optimizer.lr?"),
+        ("banana=3", "banana", "must be a known setting. The top level has: buffer, "),
+        ("trainer.batch=3", "trainer.batch", "must be a known setting. trainer has: trainer."),
+        ("seed.x=3", "seed.x", "seed has none below it."),
         ("steps=many", "steps", "a whole number"),
         ("steps=1.5", "steps", "a whole number"),
         ("metrics.console=1", "metrics.console", "true or false"),

@@ -136,6 +136,9 @@ class RolloutBuffer:
 
     # --- what a dashboard shows
 
+    def __repr__(self) -> str:
+        return f"<buffer: {self.depth} groups ready, {self.in_flight} prompts in flight; peek() shows them>"
+
     @property
     def open(self) -> int:
         """Prompts admitted and neither trained nor dropped nor given back."""

@@ -70,14 +70,21 @@ class Monitor:
 
     Args:
         record: writes an event.
+        tell: is told each replica's status, whenever there is a new one.
         handle: does what a page asks for.
     """
 
     def __init__(
-        self, folder: RunPaths, config: Config, record: Callable[..., None], console: Console, handle: Handle
+        self,
+        folder: RunPaths,
+        config: Config,
+        record: Callable[..., None],
+        tell: Callable[[int, Mapping[str, Any]], None],
+        console: Console,
+        handle: Handle,
     ) -> None:
         self._folder, self._config, self._record, self._console = folder, config, record, console
-        self._handle = handle
+        self._handle, self._tell = handle, tell
         self._engines: Engines
         self._buffer: RolloutBuffer
         self._page: Beside | None = None
@@ -254,6 +261,7 @@ class Monitor:
         except (ForgeError, TimeoutError) as error:
             return seen | {"state": "silent", "cause": str(error)}
         self._note_spans(name, pid, status["spans"], asked)
+        self._tell(index, status)
         keys = ("version", "running", "waiting", "held", "draining", "generated_tokens", "finished", "swaps", "aborted")
         return seen | {
             **{key: status[key] for key in keys},

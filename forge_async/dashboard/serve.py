@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import errno
 import json
@@ -106,18 +105,12 @@ def make_server(folder: Path, listening: socket.socket, token: str | None, contr
     import uvicorn
 
     from forge_async.dashboard.app import make_app
+    from forge_async.dashboard.uvicorn_compat import SeldomServer
 
     app = make_app(view, listening.getsockname()[1], token, control)
-
-    class Server(uvicorn.Server):
-        async def main_loop(self) -> None:
-            """Looks twice a second whether it should end. Uvicorn does ten times: most of what an idle one costs."""
-            while not await self.on_tick(0):  # noqa: ASYNC110 (a signal's handler sets a flag)
-                await asyncio.sleep(0.5)
-
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none")
     config.load()
-    return lambda: Server(config).run(sockets=[listening])
+    return lambda: SeldomServer(config).run(sockets=[listening])
 
 
 def open_dashboard(

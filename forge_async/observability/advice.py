@@ -10,6 +10,8 @@ WAITS = 0.1
 """Share of a step from which waiting is worth a word."""
 WORTH = 1.05
 """A change is advised that makes steps shorter by this factor or more."""
+MEASURED_STEPS = 6
+"""Fewer steps give no advice: the first one fills the pipeline, and five say what a step takes."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Measured:
     max_open_groups: int | None = None
     """Of the buffer; None: as many as the bound allows."""
     resources: Resources | None = None
+    steps: int = MEASURED_STEPS
+    """That this is the mean of."""
 
     @property
     def batches_under_way(self) -> float:
@@ -104,10 +108,11 @@ def advise(run: Measured) -> Advice | None:
     A side's work is its busy time times what it runs on, and is taken to spread evenly. The split is the one whose
     slower side is fastest. Where both still wait, they do so in turns: with a bound of s, s + 1 batches are under way
     (fewer where fewer groups may be open), so that one takes as many steps from admission to update, and as many must
-    be under way as fit into that at the balanced pace. Sides that share what they run on gain nothing by either. Where
-    there is nothing to split and the trainer is slower, a larger batch spreads its fixed part over more groups.
+    be under way as fit into that at the balanced pace; what may be open is raised where that allows fewer. Sides that
+    share what they run on gain nothing by either. Where there is nothing to split and the trainer is slower, a larger
+    batch spreads its fixed part over more groups.
     """
-    if not (run.step_s > 0 and run.trainer_busy_s > 0 and run.generators_busy_s > 0):
+    if not (run.steps >= MEASURED_STEPS and run.step_s > 0 and run.trainer_busy_s > 0 and run.generators_busy_s > 0):
         return None
     trainer, generators = min(run.trainer_busy_s, run.step_s), min(run.generators_busy_s, run.step_s)
     idle_trainer, idle_generators = 1 - trainer / run.step_s, 1 - generators / run.step_s
@@ -130,7 +135,10 @@ def advise(run: Measured) -> Advice | None:
     if all(waits) and run.step_s > WORTH * pace and not (on is not None and on.shared):
         under_way = math.ceil(run.batches_under_way * run.step_s / pace - 1e-6)
         staleness = under_way - 1 if under_way - 1 > run.max_staleness else None
-        if run.max_open_groups is not None and under_way * run.groups_per_step > run.max_open_groups:
+        cap = run.max_open_groups
+        # One within a batch of the bound only lets a step make room before its weights have arrived.
+        holds = cap is not None and (staleness is not None or cap <= run.max_staleness * run.groups_per_step)
+        if cap is not None and holds and under_way * run.groups_per_step > cap:
             open_groups = under_way * run.groups_per_step
     groups: int | None = None
     growing = trainer - run.fixed_s

@@ -24,10 +24,13 @@ def metrics_frame(metrics: Path) -> pandas.DataFrame:
 
 
 class RunMetrics:
-    """What a run has logged."""
+    """What a run has logged: :meth:`frame` is a pandas DataFrame of it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    def __repr__(self) -> str:
+        return f"<metrics of {self.path}: frame() is a DataFrame of them>"
 
     def frame(self) -> pandas.DataFrame:
         """See :func:`metrics_frame`."""

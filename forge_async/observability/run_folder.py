@@ -23,6 +23,9 @@ class RunPaths:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"
+
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"

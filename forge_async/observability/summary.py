@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -16,11 +16,12 @@ from forge_async.observability.advice import Advice
 from forge_async.observability.console import percent
 from forge_async.observability.jsonl import to_plain
 from forge_async.observability.run_folder import write_whole
+from forge_async.observability.tables import Shown
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The figures of a whole run, as they stand in ``summary.json``."""
+@dataclass(frozen=True, repr=False)
+class Summary(Shown):
+    """The figures of a whole run, as they stand in ``summary.json``. Prints itself; in a notebook it is a table."""
 
     steps: int
     """Optimizer steps taken."""
@@ -33,6 +34,7 @@ class Summary:
     swaps_in_flight: int = 0
     """Those with requests running at that moment."""
     aborted_by_swap: int = 0
+    """Requests that were lost by a swap: ended as aborted although nobody had asked for it."""
     trained_tokens: int = 0
     tokens_without_version: int = 0
     discarded_tokens: int = 0
@@ -128,21 +130,24 @@ class Summary:
         file.write(f"{path}\n")  # not through rich: a long path must not be wrapped
         file.flush()
 
+    def title(self) -> str:
+        return "summary"
+
+    def rows(self) -> Iterable[Sequence[Any]]:
+        return self.lines()
+
     def lines(self, plot: Path | None = None) -> list[tuple[str, str]]:
         """Label and text of every line of the printed summary."""
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "none"
         generators = " ".join(map(percent, self.idle_generators)) or "-"
         rows = [
             ("steps", f"{self.steps} in {self.wall_s:.0f} s"),
-            (
-                "reward",
-                f"{_number(self.reward_first5)} (first {min(5, len(self.rewards))} steps) → "
-                f"{_number(self.reward_last10)} (last {min(10, len(self.rewards))})",
-            ),
+            ("reward", self._rewards()),
             (
                 "swaps",
-                f"{self.swaps}, {self.swaps_in_flight} with requests in flight, "
-                f"{self.aborted_by_swap} requests aborted, {self.digest_mismatches} digest mismatches",
+                f"{self.swaps}, {self.swaps_in_flight} with requests in flight"
+                + (f", {self.aborted_by_swap} REQUESTS LOST" if self.aborted_by_swap else "")
+                + (f", {self.digest_mismatches} DIGEST MISMATCHES" if self.digest_mismatches else ""),
             ),
             ("staleness", f"at most {self.staleness_max}, bound {self.staleness_bound}"),
             (
@@ -166,6 +171,14 @@ class Summary:
         if plot is not None:
             rows.append(("plot", str(plot)))
         return rows
+
+    def _rewards(self) -> str:
+        """Of the first steps and of the last, which must be others; of a short run the mean alone."""
+        steps = len(self.rewards)
+        if steps < 10:
+            return f"{_number(mean(self.rewards))}" + (f" (mean of {steps} steps)" if steps > 1 else "")
+        last = min(10, steps - 5)
+        return f"{_number(self.reward_first5)} (first 5 steps) → {_number(mean(self.rewards[-last:]))} (last {last})"
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -187,9 +187,9 @@ class PolicyActor(ForgeActor):
             await asyncio.wrap_future(self._ready().set_mode(mode, kv))
 
     @concurrent_endpoint
-    async def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raises ConfigError where the engine would refuse requests with ``sampling``."""
-        self._ready().check(sampling)
+    async def check(self, sampling: SamplingConfig, prompt_token_ids: np.ndarray | None = None) -> None:
+        """Raises ConfigError where the engine would refuse requests with ``sampling``, DataError where this prompt."""
+        self._ready().check(sampling, prompt_token_ids)
 
     @concurrent_endpoint
     async def status(self, spans_since: int | None = None) -> dict[str, Any]:

@@ -127,18 +127,8 @@ class PolicyEngine:
             EngineDied: the engine thread has ended.
         """
         sampling = sampling or self.config.sampling
-        prompt = np.asarray(prompt_token_ids, dtype=np.int32).reshape(-1)
+        prompt = self._checked(prompt_token_ids)
         name = request_id if request_id is not None else f"request-{next(self._numbers)}"
-        limit = self.config.max_model_len - 1
-        if not 1 <= len(prompt) <= limit:
-            raise DataError(
-                f"{name}: the prompt has {len(prompt)} tokens, allowed are 1 to {limit} "
-                f"(max_model_len {self.config.max_model_len} less one to generate)"
-            )
-        if prompt.min() < 0 or prompt.max() >= self._vocabulary:
-            raise DataError(
-                f"{name}: token ids must be in 0..{self._vocabulary - 1}, found {prompt.min()}..{prompt.max()}"
-            )
         params = sampling_params(sampling, seed, self._vocabulary, self._native_mask)
         request = Request(name, prompt, params, Future(), sampling.records_mask)
         self._inbox.post("submit", request)
@@ -193,9 +183,26 @@ class PolicyEngine:
         self._inbox.post("mode", (mode, kv, future))
         return future
 
-    def check(self, sampling: SamplingConfig) -> None:
-        """Raises ConfigError where requests with ``sampling`` would be refused."""
+    def check(self, sampling: SamplingConfig, prompt_token_ids: Sequence[int] | np.ndarray | None = None) -> None:
+        """Raises what :meth:`submit` would of requests with ``sampling``, and of this prompt where one is given."""
+        if prompt_token_ids is not None:
+            self._checked(prompt_token_ids)
         sampling_params(sampling, None, self._vocabulary, self._native_mask)
+
+    def _checked(self, prompt_token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The prompt, int32 [P]. Raises DataError."""
+        prompt = np.asarray(prompt_token_ids, dtype=np.int32).reshape(-1)
+        limit = self.config.max_model_len - 1
+        if not 1 <= len(prompt) <= limit:
+            raise DataError(
+                f"the prompt has {len(prompt)} tokens, allowed are 1 to {limit} "
+                f"(policy.max_model_len {self.config.max_model_len} less one to generate)"
+            )
+        if prompt.min() < 0 or prompt.max() >= self._vocabulary:
+            raise DataError(
+                f"the prompt's token ids must be in 0..{self._vocabulary - 1}, found {prompt.min()}..{prompt.max()}"
+            )
+        return prompt
 
     def announce(self, version: int) -> None:
         """Tell the other ranks to pull ``version`` and swap it as this one will."""

@@ -59,7 +59,7 @@ class Requests:
     def accept(self, request: Request) -> None:
         """Put a request last in line; one whose id is taken fails."""
         if request.request_id in self.names:
-            fulfil(request.future, DataError(f"{request.request_id}: a request of this id is running already"))
+            fulfil(request.future, DataError(f"a request of the id {request.request_id!r} is running already"))
             return
         self.names[request.request_id] = request
         self.waiting.append(request)
@@ -77,7 +77,7 @@ class Requests:
                 request.internal_id = self.vllm.add_request(request.request_id, prompt, request.remaining_params())
             except (ValueError, TypeError) as error:  # vLLM refuses this request; the others are not concerned
                 del self.names[request.request_id]
-                fulfil(request.future, DataError(f"{request.request_id}: {error}"))
+                fulfil(request.future, DataError(f"vLLM refused the request: {error}"))
                 continue
             self.active[request.request_id] = request
 

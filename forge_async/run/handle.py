@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +48,10 @@ class Run:
     """A run, from nothing to its summary. Made by :func:`launch`; belongs to one event loop.
 
     ``async with`` starts it and stops it however the block is left. By hand: :meth:`start`, at last :meth:`stop`.
+
+    In between :meth:`step`, :meth:`resume` and :meth:`pause` train, or ``async for step in run.steps()``;
+    :meth:`status`, :meth:`episodes`, :meth:`summary`, ``run.metrics``, ``run.buffer`` and ``run.weights`` show what
+    there is; ``run.policy`` and ``run.trainer`` answer, and change their settings.
     """
 
     def __init__(
@@ -171,6 +176,10 @@ class Run:
 
         :meth:`log` each one. However the iteration is left, the run is paused then. It ends after the present step when
         another task calls :meth:`pause` or :meth:`stop`.
+
+        Raises:
+            RunStateError: the run is not up, trains already, or has trained all its steps.
+            RunFailed: what ended the run.
         """
         pace = self._up("steps")
         with pace.iteration() as iteration:
@@ -182,7 +191,7 @@ class Run:
                     self.parts.buffer.pause()
 
     async def train(self) -> None:
-        """Train to the end, logging every step."""
+        """Train to the end, logging every step. Raises as :meth:`steps` does."""
         async for step in self.steps():
             self.log(step)
 
@@ -190,6 +199,12 @@ class Run:
         """Train ``count`` optimizer steps, and pause; fewer where the run ends before. Every step is logged.
 
         Interrupted (as a notebook's cell is), it leaves the run paused after the step that is being trained.
+
+        Returns:
+            The steps: reward, staleness, ``stats`` of the trainer, and the ``groups`` that were trained.
+        Raises:
+            RunStateError: the run is not up, trains already, or has trained all its steps.
+            RunFailed: what ended the run.
         """
         if not isinstance(count, int) or count < 1:
             raise RunStateError(f"step: {count!r} steps cannot be taken; give a whole number, 1 or more.")
@@ -202,6 +217,10 @@ class Run:
         """Train in the background, logging every step, until :meth:`pause` or the end; returns at once.
 
         What ends the run meanwhile is in :meth:`status`, and raised by the next call that waits for it.
+
+        Raises:
+            RunStateError: the run is not up, trains already, or has trained all its steps.
+            RunFailed: what has ended the run.
         """
         self._up("resume").resume()
 
@@ -250,8 +269,13 @@ class Run:
         """See :attr:`Status.state`."""
         return self._pace.state if self._phase == "up" and self._pace is not None else self._phase
 
+    @property
+    def name(self) -> str:
+        """That of its folder, once there is one."""
+        return self.config.name if self._pace is None else self.parts.folder.path.name
+
     def status(self) -> Status:
-        """How the run is: at any time, also before its start and after its end."""
+        """How the run is, at any time, also before its start and after its end. Prints itself; ``repr(run)`` is it."""
         config, failure = self.config, self._pace.failure if self._pace is not None else None
         settings: dict[str, Any] = dict(
             state=self.state,
@@ -262,15 +286,17 @@ class Run:
             failure=None if failure is None else str(failure),
         )
         if self._pace is None:
-            return Status(config.name, **settings)
+            return Status(self.name, **settings)
         parts, buffer = self.parts, self.parts.buffer
-        last, told, ledger = parts.recording.last, parts.recording.replicas, buffer.ledger
+        last, told, ledger, now = parts.recording.last, parts.recording.told, buffer.ledger, time.monotonic()
         replicas = []
         for index, replica in enumerate(parts.engines.policy.replicas):
-            known = told.get(index, {"version": None, "running": None})
-            replicas.append(ReplicaStatus(replica.state, known["version"], known["running"], replica.respawns))
+            at, known = told.get(index, (now, {"version": None, "running": None}))
+            replicas.append(
+                ReplicaStatus(replica.state, known["version"], known["running"], now - at, replica.respawns)
+            )
         return Status(
-            name=parts.folder.path.name,
+            name=self.name,
             folder=parts.folder.path,
             version=parts.loop.version,
             reward=None if last is None else last.reward,
@@ -285,7 +311,13 @@ class Run:
         )
 
     def episodes(self, last: int | None = 10) -> Listing[SeenEpisode]:
-        """The episodes trained last, oldest first, with their tokens; None takes all that are remembered."""
+        """The episodes trained last, oldest first, with their tokens: a list that shows itself as a table.
+
+        Args:
+            last: how many; None takes all that are remembered.
+        Raises:
+            RunStateError: the run was not started.
+        """
         self._require_started("episodes")
         return self.parts.recording.episodes(last)
 
@@ -302,7 +334,11 @@ class Run:
         return self.engines.store
 
     def summary(self) -> Summary:
-        """The figures of the run so far."""
+        """The figures of the run so far, as ``summary.json`` has them at its end. Prints itself.
+
+        Raises:
+            RunStateError: the run was not started.
+        """
         self._require_started("summary")
         return self.parts.summary()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +100,7 @@ class Parts:
         self.journal = self.replay or Journal(recorded, self.recording.console.warn)
         folder.write_config(to_yaml(config))
         self.recording.console.__enter__()
-        self.monitor = Monitor(folder, config, self.record, self.recording.console, self._page)
+        self.monitor = Monitor(folder, config, self.record, self.recording.tell, self.recording.console, self._page)
         self.monitor.open_page()
         self.recording.events.write("start", name=folder.path.name, resume=bool(config.resume))
         self.tokenizer = self.recording.tokenizer = load_tokenizer(config.model.path)
@@ -217,10 +219,13 @@ class Parts:
             self.journal.by_hand(f"{key} was changed")
         self.config = self.loop.config = self.recording.config = config
 
-    def by_hand(self, what: str, **fields: Any) -> None:
-        """Write down what no config says: a replay cannot repeat it."""
-        self.recording.events.write("by_hand", what=what, version=self.loop.version, **fields)
+    @contextmanager
+    def by_hand(self, what: str, **fields: Any) -> Iterator[None]:
+        """Write down what no config says, done inside: in the schedule before it, as no replay can repeat what came of
+        it, even if it fails; and in the event log once it is done."""
         self.journal.by_hand(what)
+        yield
+        self.recording.events.write("by_hand", what=what, version=self.loop.version, **fields)
 
     async def save_checkpoint(self) -> Path:
         """The trainer's state with the data position and the ledger; returns the folder. Old ones are deleted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -49,7 +49,9 @@ class Recording:
         """The same with those that were skipped."""
         self.last: Step | None = None
         self.replicas: dict[int, dict[str, Any]] = {}
-        """Each replica's last status, by its index; one that was never asked is not there."""
+        """Each replica's last status, by its index, as counted; one that was never asked is not there."""
+        self.told: dict[int, tuple[float, Mapping[str, Any]]] = {}
+        """The same for a person to see, also from between two steps, with the time it came (monotonic)."""
         self._metrics = MetricsLogger(folder.path, config.metrics, self.console.warn)
         per_step = config.metrics.episodes_per_step
         self._recorder = EpisodeRecorder(folder.episodes, per_step, config.seed, self.console.warn)
@@ -115,6 +117,11 @@ class Recording:
         for index, status in enumerate(await policy.fan_out("status", timeout=30.0)):
             if isinstance(status, dict):
                 self.replicas[index] = status
+                self.tell(index, status)
+
+    def tell(self, index: int, status: Mapping[str, Any]) -> None:
+        """Show this of a replica from now on; counts nothing."""
+        self.told[index] = time.monotonic(), status
 
     def _read_counters(self) -> float:
         """Tokens per second of all replicas since the last call."""
@@ -257,6 +264,7 @@ class Recording:
                 max_staleness=self.config.buffer.max_staleness,
                 max_open_groups=self.config.buffer.max_open_groups,
                 resources=resources,
+                steps=self._batches,
             )
         )
 

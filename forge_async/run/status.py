@@ -19,12 +19,15 @@ class ReplicaStatus:
     version: int | None
     running: int | None
     """Requests that the engine decodes."""
+    told_s: float = 0.0
+    """Seconds since it told version and requests; all else of a status is as of now."""
     respawns: int = 0
 
     def __str__(self) -> str:
         told = "" if self.version is None else f", version {self.version}"
         if told and self.state == "healthy":
-            told += f", {self.running} requests running when last asked"
+            when = "now" if self.told_s < 1 else f"{self.told_s:.0f} s ago"
+            told += f", {self.running} requests running ({when})"
         return f"{self.state}{told}{f', {self.respawns} respawns' if self.respawns else ''}"
 
 

@@ -51,6 +51,9 @@ class WeightStore:
         self._handle: ActorHandle | None = None
         self._closed = False
 
+    def __repr__(self) -> str:
+        return f"<weight store {self.name}: await versions() shows what it holds>"
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_handle": None}
 

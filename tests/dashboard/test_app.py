@@ -183,7 +183,9 @@ class Watched:
         self.events.write_text("")
         config = SimpleNamespace(metrics=SimpleNamespace(status_every_s=every_s))
         console = SimpleNamespace(print=print, warn=print)
-        self.monitor = Monitor(RunPaths(folder), config, self.record, console, handle)  # type: ignore[arg-type]
+        self.told: list[tuple[int, Any]] = []
+        tell = lambda index, status: self.told.append((index, status["running"]))  # noqa: E731
+        self.monitor = Monitor(RunPaths(folder), config, self.record, tell, console, handle)  # type: ignore[arg-type]
         self.monitor.start(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
         self.web = client(folder, control=True)
 
@@ -230,6 +232,20 @@ async def test_what_a_page_asks_for_reaches_the_run_and_its_outcome_the_page(tmp
             assert (await run.post("pause", strange))[0] == 403
     kinds = [json.loads(line)["command"] for line in run.events.read_text().splitlines()]
     assert kinds == ["pause", "resume", "stop"]
+
+
+async def test_what_a_replica_tells_the_page_the_runs_own_status_tells_too(tmp_path: Path) -> None:
+    keys = ("version", "waiting", "held", "draining", "generated_tokens", "finished", "swaps", "aborted", "digest")
+    status = dict.fromkeys((*keys, "busy_s", "idle_s"), 0) | {"running": 3, "swap_ms": [], "spans": {}}
+
+    async def call(*asked: Any, timeout: float) -> list[Any]:
+        return [status]
+
+    replica = SimpleNamespace(state="healthy", respawns=0, handle=SimpleNamespace(call=call, pids=lambda: [7]))
+    async with Watched(tmp_path, SimpleNamespace(state="paused"), every_s=0) as run:
+        run.monitor._engines = SimpleNamespace(policy=SimpleNamespace(replicas=[replica]))  # type: ignore[assignment]
+        assert (await run.monitor._replica(0))["running"] == 3
+        assert run.told == [(0, 3)]
 
 
 def test_commands_are_read_once_and_nonsense_is_skipped(tmp_path: Path) -> None:
@@ -348,7 +364,8 @@ async def test_a_run_without_its_page_warns_and_goes_on(
     warnings: list[str] = []
     config = SimpleNamespace(dashboard=DashboardConfig())
     console = SimpleNamespace(warn=warnings.append)
-    monitor = Monitor(RunPaths(tmp_path), config, lambda kind, **fields: None, console, SimpleNamespace())  # type: ignore[arg-type]
+    ignore: Any = lambda *told, **fields: None  # noqa: E731
+    monitor = Monitor(RunPaths(tmp_path), config, ignore, ignore, console, SimpleNamespace())  # type: ignore[arg-type]
     monitor.open_page()
     await asyncio.gather(*monitor._tasks)
     monitor.close()

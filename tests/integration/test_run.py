@@ -42,8 +42,8 @@ def test_a_run_keeps_its_invariants_is_replayed_and_resumes(app) -> None:
         *("digest_mismatches", "ledger", "requeued", "selection_bias", "idle_share", "tokens_per_s"),
         *("trainer_s", "advice"),
     }
-    assert summary["trainer_s"]["backward"] > 0 and summary["advice"]["idle_trainer"] >= 0
-    assert "\nbalance    " in output
+    assert summary["trainer_s"]["backward"] > 0
+    assert summary["advice"] is None and "\nbalance " not in output, "four steps say too little"
     assert sum(summary["staleness"]["histogram"]) == summary["tokens"]["trained"]
     assert summary["staleness"]["kv_max_seen"] >= summary["staleness"]["max_seen"]
     assert summary["steps"] == 4
@@ -107,6 +107,7 @@ def test_a_killed_generator_is_replaced_and_the_run_goes_on(app) -> None:
     assert process.returncode == 0, output
     assert any(event["kind"] == "respawned" for event in app.events())
     assert app.summary()["steps"] == 12
+    assert app.summary()["advice"]["idle_trainer"] >= 0 and "\nbalance    " in output
     with pytest.raises(NotReplayable, match="a replica was lost"):
         Recorded.read(app.folder / "runs" / "tiny")
     ledger = app.summary()["ledger"]

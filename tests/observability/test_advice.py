@@ -62,6 +62,17 @@ def test_what_may_be_open_bounds_the_batches_under_way() -> None:
     assert (advice.max_staleness, advice.max_open_groups) == (2, 24)
 
 
+def test_a_cap_that_is_there_to_make_room_early_is_left_alone() -> None:
+    """As in configs/grpo_tiny.yaml: two batches and a half of three. At 5 / 4.4 of the pace, 2.8 are needed, so that 3
+    would do; at 5 / 3.5, 3.6, so that the bound has to be raised, and what may be open with it."""
+    tiny: dict[str, int] = {"groups_per_step": 16, "max_staleness": 2, "max_open_groups": 40}
+    advice = advise(run(5.0, 4.4, 4.3, **tiny))
+    assert advice is not None and advice.waited == "both" and advice.nothing
+    advice = advise(run(5.0, 3.5, 3.4, **tiny))
+    assert advice is not None
+    assert (advice.max_staleness, advice.max_open_groups) == (3, 64)
+
+
 def test_a_trainer_with_a_large_fixed_part_gets_larger_batches() -> None:
     """4 s of 10 are fixed. With 16 groups, 8 of them take 6 + 2 = 8 s, as long as they take to generate."""
     advice = advise(run(10.0, 10.0, 8.0, fixed=4.0, resources=Resources(1, 1)))
@@ -74,6 +85,8 @@ def test_a_trainer_with_a_large_fixed_part_gets_larger_batches() -> None:
 def test_nothing_measured_is_no_advice() -> None:
     assert advise(run(0.0, 0.0, 0.0)) is None
     assert advise(run(1.0, 1.0, 0.0)) is None
+    assert advise(run(10.0, 10.0, 5.0, steps=5)) is None, "the first of them filled the pipeline"
+    assert advise(run(10.0, 10.0, 5.0, steps=6)) is not None
 
 
 @given(

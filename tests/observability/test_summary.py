@@ -95,8 +95,8 @@ def test_the_last_line_printed_is_the_path_unwrapped() -> None:
     for expected in (
         "backward 60%, forward 40%\n",
         "the generators waited for the trainer 50% of the time; 3 cores for the trainer and 3 for the generators",
-        "0.200 (first 5 steps) → 0.490 (last 10)",
-        "24, 23 with requests in flight, 0 requests aborted",
+        "0.200 (first 5 steps) → 0.571 (last 7)\n",
+        "24, 23 with requests in flight\n",
     ):
         assert expected in text
     assert "DOES NOT BALANCE" not in text
@@ -110,6 +110,26 @@ def test_what_is_wrong_is_said() -> None:
     summary.print(Path("summary.json"), file=file)
     assert "THE LEDGER DOES NOT BALANCE" in file.getvalue()
     assert "2 of 9000 without a policy version" in file.getvalue()
+    lost = dict(make_summary(aborted_by_swap=3, digest_mismatches=1).lines())["swaps"]
+    assert lost == "24, 23 with requests in flight, 3 REQUESTS LOST, 1 DIGEST MISMATCHES"
+
+
+def test_first_and_last_steps_are_compared_where_they_are_others() -> None:
+    def rewards(count: int) -> str:
+        return dict(Summary(steps=count, wall_s=1, rewards=[float(step) for step in range(count)]).lines())["reward"]
+
+    assert [rewards(count) for count in (0, 1, 2, 9, 10)] == [
+        *("-", "0.000", "0.500 (mean of 2 steps)", "4.000 (mean of 9 steps)"),
+        "2.000 (first 5 steps) → 7.000 (last 5)",
+    ]
+    assert rewards(80) == "2.000 (first 5 steps) → 74.500 (last 10)"
+
+
+def test_a_summary_shows_itself() -> None:
+    text, page = repr(make_summary()), make_summary()._repr_html_()
+    assert text.startswith("summary\n") and "staleness  at most 1, bound 1" in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert "96 trained" in page and page.startswith("<table>")
 
 
 def test_smoothing_uses_fewer_neighbours_at_the_ends() -> None:

@@ -13,10 +13,22 @@ import pytest
 from transformers import AutoTokenizer
 
 from forge_async.config import Config, changed
-from forge_async.errors import ConfigError, ForgeError, RunFailed
+from forge_async.errors import ConfigError, DataError, ForgeError, RunFailed
+from forge_async.journal import Journal
 from forge_async.mesh import ReplicaDied
+from forge_async.observability.events import EventLog
+from forge_async.observability.jsonl import read
 from forge_async.policy.config import SamplingConfig
-from forge_async.run.controls import ATTEMPTS, PolicyControl, TrainerControl, generate, prompt_ids
+from forge_async.run.controls import (
+    ATTEMPTS,
+    Answer,
+    PageControl,
+    PolicyControl,
+    TrainerControl,
+    generate,
+    prompt_ids,
+)
+from forge_async.run.parts import Parts
 from forge_async.types import Completion
 
 
@@ -28,7 +40,7 @@ class Service:
         self.refuses: ForgeError | None = None
 
     async def call(self, name: str, *args: Any, session: str = "") -> Any:
-        if name == "check_sampling":
+        if name == "check":
             if self.refuses is not None:
                 raise self.refuses
             return None
@@ -72,6 +84,37 @@ def make() -> Callable[..., Made]:
         return run, service, applied
 
     return make
+
+
+async def test_a_refused_prompt_is_no_event_and_an_answered_one_is(
+    make: Callable[..., Made], tmp_path: Path, tiny_llama: Path
+) -> None:
+    run, service, _ = make()
+    parts: Any = Parts(run.config, None, None, PageControl(run))
+    parts.loop, parts.journal = SimpleNamespace(version=3), Journal(tmp_path / "schedule")
+    parts.recording = SimpleNamespace(events=EventLog(tmp_path / "events.jsonl"))
+    parts.tokenizer, run.parts = AutoTokenizer.from_pretrained(tiny_llama), parts
+    logs = tmp_path / "events.jsonl", tmp_path / "schedule/loop.jsonl"
+
+    def told() -> list[list[Any]]:
+        return [[line["what"] for line in read(path)] for path in logs]
+
+    service.refuses = DataError("the prompt has 9 tokens, allowed are 1 to 8")
+    with pytest.raises(DataError, match="^the prompt has 9 tokens"):
+        await PolicyControl(run).generate([5] * 9)
+    for wrong in (["one"], [2**40], [[5], [6, 7]]):
+        with pytest.raises(DataError, match="neither text nor chat messages nor token ids"):
+            await PolicyControl(run).generate(wrong)  # type: ignore[arg-type]
+    assert told() == [[], []] and service.requests == []
+    service.refuses, service.deaths = None, 99
+    with pytest.raises(ForgeError, match="was not answered"):
+        await PolicyControl(run).generate([5])
+    assert told() == [[], ["a prompt was answered"]], "its draws may have been taken: no replay goes on after it"
+    service.deaths = 0
+    (answer,) = await PolicyControl(run).generate([5, 6])
+    assert told()[0] == ["a prompt was answered"]
+    assert repr(answer).startswith("Answer('") and repr(answer).endswith("2 tokens, versions 0, ended by stop)")
+    assert len(repr(Answer("long " * 1000, answer.completion))) < 300
 
 
 async def test_settings_that_the_engine_cannot_serve_are_refused_and_nothing_changes(make: Callable[..., Made]) -> None:

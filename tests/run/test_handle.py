@@ -121,8 +121,10 @@ async def test_a_wrong_count_of_steps_is_refused() -> None:
         await forge_async.launch(Config()).step("2")  # type: ignore[arg-type]
 
 
-def test_an_attribute_that_controls_do_not_have_is_refused() -> None:
+def test_controls_show_themselves_and_an_attribute_that_they_do_not_have_is_refused() -> None:
     run = forge_async.launch(Config())
+    assert repr(run.policy).startswith("<policy of run grpo, new: temperature 1, at most ")
+    assert repr(run.trainer).startswith("<trainer of run grpo, new: learning rate 1e-05; set_lr(lr)")
     for control in (run.policy, run.trainer):
         with pytest.raises(AttributeError, match="lr"):
             control.lr = 1e-5  # type: ignore[attr-defined]
@@ -150,6 +152,11 @@ def test_changed_settings_are_checked_as_loaded_ones() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             changed(Config(), settings)
+
+
+def test_a_config_shows_what_is_not_as_by_default_and_no_secret() -> None:
+    config = changed(Config(), {"steps": 3, "policy.update.mode": "drain", "dashboard.token": "secret"})
+    assert repr(config) == "Config(steps=3, policy.update.mode='drain')"
 
 
 def test_text_with_a_dollar_sign_survives_a_change() -> None:
@@ -185,7 +192,8 @@ def test_what_is_changed_by_hand_is_in_the_event_log_and_the_schedule(tmp_path: 
     assert {key: event[key] for key in ("kind", "key", "old", "new", "version")} == {
         **{"kind": "changed", "key": "trainer.optimizer.lr", "old": 1e-5, "new": 1e-3, "version": 3},
     }
-    parts.by_hand("a prompt was answered", n=2)
+    with parts.by_hand("a prompt was answered", n=2):
+        pass
     lines = [json.loads(line) for line in (tmp_path / "schedule/loop.jsonl").read_text().splitlines()]
     assert [line["what"] for line in lines] == ["trainer.optimizer.lr was changed", "a prompt was answered"]
     assert {line["k"] for line in lines} == {"hand"}
@@ -227,11 +235,11 @@ def test_an_answer_cap_below_what_the_task_needs_is_named_within_the_first_step(
 
 
 def test_a_status_shows_itself_as_text_and_as_html() -> None:
-    status = Status("x", "failed", steps=9, replicas=(ReplicaStatus("healthy", 3, 2, 1),), failure="<died>")
+    status = Status("x", "failed", steps=9, replicas=(ReplicaStatus("healthy", 3, 2, 7.4, 1),), failure="<died>")
     text, page = repr(status), status._repr_html_()
     assert (
         "run x: failed" in text
-        and "healthy, version 3, 2 requests running when last asked, 1 respawns" in text
+        and "healthy, version 3, 2 requests running (7 s ago), 1 respawns" in text
         and "<died>" in text
     )
     assert "&lt;died&gt;" in page and "<died>" not in page

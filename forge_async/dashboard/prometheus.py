@@ -32,7 +32,7 @@ class _Figures:
         for name, value in sorted(last.items()):
             try:
                 number = float(value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 continue
             clean = re.sub(r"[^a-zA-Z0-9_]", "_", name)
             gauge = GaugeMetricFamily(f"forge_async_{clean}", f"{name} of metrics.jsonl", labels=["run"])

@@ -16,6 +16,7 @@ from forge_async.dashboard.episodes import EpisodeTable
 from forge_async.dashboard.tables import EventTable, MetricsTable
 from forge_async.dashboard.timeline import SpanTable
 from forge_async.errors import ConfigError
+from forge_async.observability.alive import has_ended
 from forge_async.observability.run_folder import RunPaths
 
 DRAWN = (
@@ -181,8 +182,8 @@ class RunView:
         return None
 
     def _run(self, config: Any, status: dict[str, Any] | None) -> dict[str, Any]:
-        """``state``: empty, starting, running, paused, silent, or how it ended; Unix times of its ``started``, of its
-        ``last`` event, and when it was last ``seen`` to live."""
+        """``state``: empty, starting, running, paused, silent, killed, or how it ended; Unix times of its ``started``,
+        of its ``last`` event, and when it was last ``seen`` to live."""
         events = self.events
         if not events.count:
             return {"state": "empty"}
@@ -191,6 +192,8 @@ class RunView:
         seen = max(self._last_look(), _time_of(last))
         if end is not None:
             state = str(end.get("outcome", "ended"))
+        elif has_ended((start or {}).get("process")):
+            state = "killed"
         elif time.time() - seen > (_silent_s(config) if ready else STARTING_S):
             state = "silent"
         elif not ready:

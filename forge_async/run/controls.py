@@ -327,7 +327,6 @@ class PageControl:
 
     def end(self) -> None:
         """The step being trained is the last one, as if ``steps`` had been reached."""
-        pace, parts = self._run.require_up("stop"), self._run.parts
-        parts.loop.ended_early = "The run was stopped from its page."
-        parts.recording.console.warn(parts.loop.ended_early)
+        pace = self._run.require_up("stop")
+        self._run.parts.end_early("The run was stopped from its page.")
         pace.put_off()

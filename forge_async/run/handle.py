@@ -121,7 +121,8 @@ class Run:
     async def stop(self, save: bool = True) -> None:
         """End the run: pause, save a checkpoint, export the model, end every process, write the summary.
 
-        Clean after a fault, too; nothing is saved then. A run that is starting is given up. A second call returns when
+        Clean after a fault, too; nothing is saved then. The run's ``end`` event says ``stopped`` where steps were left
+        to take, ``finished`` where none were. A run that is starting is given up. A second call returns when
         everything has ended.
 
         Args:
@@ -143,7 +144,7 @@ class Run:
                     await pace.rest()
                     if save:
                         await self.parts.save()
-                    outcome = "finished"
+                    outcome = self.parts.outcome
                 except ForgeError:
                     if pace.failure is None:  # else it is the run's, which its status tells
                         raise

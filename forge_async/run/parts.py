@@ -19,6 +19,7 @@ from forge_async.journal import FAULTS, Journal
 from forge_async.loop import AsyncLoop
 from forge_async.mesh import MeshRuntime
 from forge_async.observability import RunFolder, Summary
+from forge_async.observability.alive import this_process
 from forge_async.policy.turns import Diverged
 from forge_async.prepare import ensure_model, load_tokenizer, model_positions
 from forge_async.rollout.datasets import PromptSource
@@ -56,6 +57,8 @@ class Parts:
         self.runtime = MeshRuntime()
         self._entered = False
         self._explained: RunFailed | None = None
+        self._stopped = False
+        """By :meth:`end_early`."""
         # Made by open():
         self.folder: RunFolder
         self.checkpoints: Checkpoints
@@ -102,7 +105,8 @@ class Parts:
         self.recording.console.__enter__()
         self.monitor = Monitor(folder, config, self.record, self.recording.tell, self.recording.console, self._page)
         self.monitor.open_page()
-        self.recording.events.write("start", name=folder.path.name, resume=bool(config.resume))
+        process = this_process()
+        self.recording.events.write("start", name=folder.path.name, resume=bool(config.resume), process=process)
         self.tokenizer = self.recording.tokenizer = load_tokenizer(config.model.path)
         room = config.policy.max_model_len - config.policy.sampling.max_tokens
         with prefix_errors("rollout"):
@@ -185,6 +189,16 @@ class Parts:
     def left(self) -> int:
         """Steps yet to be taken; a skipped one is none of them."""
         return 0 if self.loop.ended_early else self.config.steps - self.loop.version
+
+    @property
+    def outcome(self) -> str:
+        """Of a run that ends now without a fault: ``finished``, or ``stopped`` before its steps were over."""
+        return "stopped" if self._stopped or self.left else "finished"
+
+    def end_early(self, why: str) -> None:
+        """Let there be no further step, because a person says so."""
+        self._stopped, self.loop.ended_early = True, why
+        self.recording.console.warn(why)
 
     async def take(self) -> Step | None:
         """One step, and what is due after it; None at the end."""

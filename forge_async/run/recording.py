@@ -286,5 +286,5 @@ class Recording:
                 plot = plot_run(self.folder.metrics, self.folder.plot, title=title, staleness_bound=bound)
         except OSError as error:
             self.console.warn(f"the summary or the plot could not be written: {error}")
-        if self.steps or outcome != "finished":  # else nothing was to be trained
+        if self.steps or outcome not in ("finished", "stopped"):  # else nothing was to be trained
             summary.print(self.folder.summary, plot)

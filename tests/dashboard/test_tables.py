@@ -17,6 +17,7 @@ from forge_async.dashboard.tables import EventTable, MetricsTable
 from forge_async.dashboard.timeline import SHOWN_WHOLE, SpanTable
 from forge_async.dashboard.view import RunView
 from forge_async.errors import ConfigError
+from forge_async.observability.alive import this_process
 from forge_async.observability.run_folder import RunPaths
 from forge_async.testing.run_folder import write_run
 
@@ -219,6 +220,12 @@ def test_how_a_run_stands_is_told_by_its_events(tmp_path: Path) -> None:
     now = time.time()
     start, ready = {"at": now, "kind": "start"}, {"at": now, "kind": "ready"}
     assert state(start) == "starting"
+    mine = this_process()
+    gone = mine | {"pid": 2**22 + 1}
+    assert state(start | {"process": mine}) == "starting"
+    assert state(start | {"process": gone}) == "killed"
+    assert state(start | {"process": gone}, ready, {"at": now, "kind": "end", "outcome": "stopped"}) == "stopped"
+    assert state(start | {"process": gone}, ready, start | {"process": mine}, ready) == "running", "it was resumed"
     assert state(start, ready) == "running"
     (tmp_path / "status.json").write_text('{"state": "paused"}')
     assert state(start, ready) == "paused"

@@ -184,7 +184,7 @@ def test_an_environment_and_a_reward_of_ones_own(folder: Path, monkeypatch: pyte
     assert "reward_parts/exact" in output_of(outputs, "reward_parts/exact")
     assert "run backwards: stopped" in output_of(outputs, "run.stop(save=False)")
     run = folder / "runs/backwards"
-    assert [event["outcome"] for event in events(run) if event["kind"] == "end"] == ["finished"]
+    assert [event["outcome"] for event in events(run) if event["kind"] == "end"] == ["stopped"]
     assert not any((run / "checkpoints").iterdir()) and not (run / "model").exists()
     episodes = list(map(json.loads, (run / "episodes.jsonl").open()))
     for line in episodes:

@@ -155,7 +155,7 @@ def test_changed_settings_are_checked_as_loaded_ones() -> None:
 
 
 def test_a_config_shows_what_is_not_as_by_default_and_no_secret() -> None:
-    config = changed(Config(), {"steps": 3, "policy.update.mode": "drain", "dashboard.token": "secret"})
+    config = changed(Config(), {"steps": 3, "policy.update.mode": "drain", "dashboard.token": "secret" * 3})
     assert repr(config) == "Config(steps=3, policy.update.mode='drain')"
 
 
@@ -312,6 +312,7 @@ async def test_two_stops_at_once_end_it_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(run.parts, "take_apart", take_apart)
     pace: Any = SimpleNamespace(failure=None, rest=nothing, close=nothing)
     run._pace, run._phase = pace, "up"
+    run.parts.loop = SimpleNamespace(version=run.config.steps, ended_early=None)  # type: ignore[assignment]
     first, second = asyncio.ensure_future(run.stop()), asyncio.ensure_future(run.stop())
     async with asyncio.timeout(5):
         await second

@@ -13,6 +13,7 @@ from forge_async.config import Config
 from forge_async.errors import ForgeError, RunFailed, RunStateError
 from forge_async.run.controls import PageControl
 from forge_async.run.pace import Pace
+from forge_async.run.parts import Parts
 
 
 class Loop:
@@ -401,7 +402,9 @@ async def test_the_pages_resume_takes_steps_only_where_nobody_iterates(busy: boo
 async def test_a_run_stopped_from_its_page_says_so_also_where_a_step_is_put_off(where: str):
     loop, said = Loop(), []
     loop.pace._is_over = lambda: bool(loop.ended_early)
-    parts = SimpleNamespace(loop=loop, recording=SimpleNamespace(console=SimpleNamespace(warn=said.append)))
+    parts: Any = Parts(Config(), None, None, PageControl(forge_async.launch(Config())))
+    parts.loop, parts.recording = loop, SimpleNamespace(console=SimpleNamespace(warn=said.append))
+    assert parts.outcome == "stopped", "steps are left"
     page = PageControl(SimpleNamespace(require_up=lambda what: loop.pace, parts=parts))  # type: ignore[arg-type]
     if where == "held":
         page.hold()
@@ -413,6 +416,7 @@ async def test_a_run_stopped_from_its_page_says_so_also_where_a_step_is_put_off(
     page.end()
     async with asyncio.timeout(5):
         await loop.pace.wait()
+    assert parts.outcome == "stopped", "none is taken any more, and yet it is not finished"
     assert said == ["The run was stopped from its page."] and loop.pace.state == "ended" and loop.version == 0
 
 

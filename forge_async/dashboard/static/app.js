@@ -10,9 +10,9 @@ import { Episodes } from "./episodes.js";
 const LIVE_MS = 2000, REST_MS = 10000;
 const WORDS = {
   empty: "nothing yet", starting: "starting", running: "running", paused: "paused", silent: "silent",
-  finished: "finished", failed: "failed", interrupted: "interrupted",
+  finished: "finished", stopped: "stopped", failed: "failed", interrupted: "interrupted", killed: "ended without closing (killed?)",
 };
-const ENDED = ["finished", "failed", "interrupted"]; // as in the outcomes of an "end" event
+const ENDED = ["finished", "stopped", "failed", "interrupted", "killed"]; // outcomes of an "end" event, and where there is none
 
 // Columns of metrics.jsonl that the page has, and how far it has them.
 class Columns {
@@ -119,7 +119,7 @@ function Control({ run, refresh }) {
 function Head({ run, refresh }) {
   const { state, started, last, seen, monarch } = run.run;
   const total = run.config.steps, step = run.metrics.last.step || 0;
-  const until = ENDED.includes(state) ? last : state === "silent" ? seen : run.now;
+  const until = ["silent", "killed"].includes(state) ? seen : ENDED.includes(state) ? last : run.now;
   const model = run.config.model && String(run.config.model);
   return html`
     <header>
@@ -176,6 +176,7 @@ function App() {
     <main>
       ${lost && html`<p class="warning" role="alert">The dashboard does not answer any more (${lost}). If its run has ended, open the folder again with <code>forge-async dashboard ${run.name}</code>.</p>`}
       ${run.run.state === "empty" && html`<p class="warning">There is no event in this folder: the run has not begun, or it is not a run's folder.</p>`}
+      ${run.run.state === "killed" && html`<p class="warning">The process of this run is gone and has not ended it: it was killed, or its notebook's kernel was closed. What is shown is the last that it told; <code>resume=</code> with this folder goes on from its last checkpoint, if it saved one.</p>`}
       ${run.run.state === "silent" && html`<p class="warning">Nothing was written for a while and the run has not ended: it may have been killed.</p>`}
       ${broken.length > 0 && html`<p class="warning">Lines that are not readable were left out: ${broken.map(([file, n]) => `${n} of ${file}`).join(", ")}.</p>`}
       <${Guarded} id="pipeline" title="Pipeline"><${Pipeline} run=${run} live=${live} /></${Guarded}>

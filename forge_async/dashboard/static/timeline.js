@@ -37,7 +37,7 @@ export function Timeline({ size, missing }) {
   const [tip, setTip] = useState(null);
   const [failed, setFailed] = useState("");
   const [tries, setTries] = useState(0);
-  const drag = useRef(null), pending = useRef(0), asked = useRef(0), waiting = useRef(""), had = useRef(null), added = useRef(0), panel = useRef(null);
+  const drag = useRef(null), pending = useRef(0), asked = useRef(0), waiting = useRef(""), missed = useRef(false), had = useRef(null), added = useRef(0), panel = useRef(null);
   const fresh = useInSight(panel, size);
   const scheme = useScheme();
   const labels = width < 520 ? 0 : 116;
@@ -45,7 +45,8 @@ export function Timeline({ size, missing }) {
 
   // Of a window that it has, only what is new.
   const ask = async (path) => {
-    if (waiting.current === path) return; // the answer may take longer than until it is asked for again
+    missed.current = waiting.current === path; // the answer may take longer than until it is asked for again
+    if (missed.current) return;
     waiting.current = path;
     const mine = ++asked.current, has = had.current;
     const more = has && has.path === path && has.count && added.current < MANY;
@@ -56,6 +57,7 @@ export function Timeline({ size, missing }) {
       had.current = { ...(found.adds ? add(has, found) : found), path };
       setData(had.current);
       setFailed("");
+      if (missed.current) load(); // there is more by now, and it may have been the last
     } catch (error) { setFailed(error.message); setTries((n) => n + 1); }
     finally { if (mine === asked.current) waiting.current = ""; }
   };

@@ -1,4 +1,4 @@
-"""The ranks of ``test_layouts.py``: for each of the cases in a file loads its start, steps, and writes what it saw.
+"""The ranks of ``test_layouts.py``: for each of the cases in a file they load its start, step, and write what they saw.
 
 They are forked from one process that has imported everything, which takes longer than their work.
 """
@@ -62,12 +62,14 @@ def run_case(model: str, folder: Path, layout: ParallelismConfig) -> None:
     engine.close()
 
 
-def run_rank(rank: int, cases: str, world: int) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    for model, folder, layout, port in json.loads(Path(cases).read_text()):
-        os.environ["MASTER_PORT"] = str(port)
-        run_case(model, Path(folder), ParallelismConfig(**layout))
+def run_rank(rank: int, world: int, model: str, folder: str, layout: dict[str, int], port: int) -> None:
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
+    os.environ |= ranks
+    run_case(model, Path(folder), ParallelismConfig(**layout))
 
 
 if __name__ == "__main__":
-    start_processes(run_rank, (sys.argv[1], int(sys.argv[2])), nprocs=int(sys.argv[2]), start_method="fork")
+    world = int(sys.argv[2])
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        # New ones for each: a process that leaves one process group and joins another has ended in glibc's malloc().
+        start_processes(run_rank, (world, *case), nprocs=world, start_method="fork")

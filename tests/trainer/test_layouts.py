@@ -70,7 +70,7 @@ def case(
 ) -> Callable[[str], tuple[Path, Path, list[StepStats], list[np.ndarray]]]:
     """Name -> model, the folder with what its ranks wrote, and the steps and log-probs of one process.
 
-    The processes of a world size start once and go through all its cases.
+    The processes of all cases of a world size are forked from one.
     """
     root = tmp_path_factory.mktemp("layouts")
     expected: dict[str, tuple[list[StepStats], list[np.ndarray]]] = {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forge_async.store.config import StoreConfig
     from forge_async.store.digest import tensor_digest, version_digest
-    from forge_async.store.errors import StoreError, VersionGone
+    from forge_async.store.errors import LeaseExpired, StoreError, VersionGone
     from forge_async.store.layout import FullTensor, Manifest, TensorEntry, TensorShard
     from forge_async.store.messages import Committed
     from forge_async.store.pulled import Pulled
@@ -18,6 +18,7 @@ _ROOMS = {
     "StoreConfig": "config",
     "tensor_digest": "digest",
     "version_digest": "digest",
+    "LeaseExpired": "errors",
     "StoreError": "errors",
     "VersionGone": "errors",
     "Committed": "messages",
@@ -32,6 +33,7 @@ _ROOMS = {
 __all__ = [
     "Committed",
     "FullTensor",
+    "LeaseExpired",
     "Manifest",
     "Pulled",
     "StoreConfig",

@@ -11,3 +11,7 @@ class StoreError(ForgeError):
 
 class VersionGone(StoreError):
     """The version asked for is not (or no longer) in the store."""
+
+
+class LeaseExpired(StoreError):
+    """A reader was not heard of for ``store.lease_ttl_s``: what it has read may be torn."""

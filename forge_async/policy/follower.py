@@ -15,7 +15,7 @@ from forge_async.mesh.processes import stand_back
 from forge_async.policy.attestation import DigestMismatchError, attest, attest_parts
 from forge_async.policy.weight_plan import WeightMismatchError
 from forge_async.store.digest import tensor_digest
-from forge_async.store.errors import LeaseExpired
+from forge_async.store.errors import LeaseExpired, Superseded
 
 if TYPE_CHECKING:
     import torch
@@ -127,8 +127,8 @@ class Follower:
         """Consumes the versions that were named; makes the newest committed one live, one update at a time.
 
         Waits for the next name; ends by cancellation or by the first failed update, which later calls raise. A lease
-        that has expired, as where this process was paused for long, is no failure: what is live is attested, and what
-        was torn is pulled anew.
+        that has expired, as where this process was paused for long, is no failure, nor is a version that is begun anew,
+        as by the successor of a trainer that was killed: what is live is attested, and what was torn is pulled anew.
         """
         try:
             while True:
@@ -137,10 +137,10 @@ class Follower:
                 while (self._swaps[0][0] if self._swaps else self._last_update["version"] + 1) <= self._wanted:
                     try:
                         await self._pull_and_swap()
-                    except LeaseExpired as expired:
+                    except (LeaseExpired, Superseded) as void:
                         if self.engine.lockstep is not None or self._repeats:  # others rely on this very attempt
                             raise
-                        logger.warning("%s", expired)
+                        logger.warning("%s", void)
         except BaseException as error:
             self._digest_mismatches += isinstance(error, DigestMismatchError)
             if self.rank > 0 and isinstance(error, Exception) and not isinstance(error, AGREED):

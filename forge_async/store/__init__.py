@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forge_async.store.config import StoreConfig
     from forge_async.store.digest import tensor_digest, version_digest
-    from forge_async.store.errors import LeaseExpired, StoreError, VersionGone
+    from forge_async.store.errors import LeaseExpired, StoreError, Superseded, VersionGone
     from forge_async.store.layout import FullTensor, Manifest, TensorEntry, TensorShard
     from forge_async.store.messages import Committed
     from forge_async.store.pulled import Pulled
@@ -20,6 +20,7 @@ _ROOMS = {
     "version_digest": "digest",
     "LeaseExpired": "errors",
     "StoreError": "errors",
+    "Superseded": "errors",
     "VersionGone": "errors",
     "Committed": "messages",
     "FullTensor": "layout",
@@ -38,6 +39,7 @@ __all__ = [
     "Pulled",
     "StoreConfig",
     "StoreError",
+    "Superseded",
     "TensorEntry",
     "TensorShard",
     "VersionGone",

@@ -20,7 +20,7 @@ from forge_async.mesh import ForgeActor
 from forge_async.store import torchstore_compat
 from forge_async.store.counts import WrittenCounts
 from forge_async.store.digest import version_digest
-from forge_async.store.errors import LeaseExpired, StoreError, VersionGone
+from forge_async.store.errors import LeaseExpired, StoreError, Superseded, VersionGone
 from forge_async.store.layout import PartPlan, combined, unpacked_plan
 from forge_async.store.messages import Committed, Digests, Grant, Lease, VersionInfo
 from forge_async.store.shared_memory import Segment, SegmentPool, attach, create_segment
@@ -243,7 +243,7 @@ class Registry(ForgeActor):
 
     async def _start_over(self, entry: Version, why: str) -> None:
         del self._versions[entry.number]
-        entry.fail(f"version {entry.number}: {why}")
+        entry.fail(f"version {entry.number}: {why}", Superseded)
         await self._tell()
         await self._discard(entry)
 
@@ -371,7 +371,7 @@ class Registry(ForgeActor):
             stale = [number for number in self._versions if number <= latest and number not in kept]
             gone = [self._versions.pop(number) for number in stale]
             for entry in gone:
-                entry.fail(f"version {latest} was committed meanwhile")
+                entry.fail(f"version {latest} was committed meanwhile", Superseded)
             if gone:
                 await self._tell()
             for entry in gone:

@@ -90,10 +90,10 @@ class Version:
         writers = {rank: part.writer for rank, part in self.parts.items() if part.writer is not None}
         return next((rank for rank, writer in writers.items() if not process_alive(writer)), None)
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, kind: type[StoreError] = StoreError) -> None:
         """End the attempt, unless it has ended: ranks and readers that wait are told."""
         if not self.settled.done():
-            self.settled.set_exception(StoreError(message))
+            self.settled.set_exception(kind(message))
 
     def all_buckets(self) -> list[Buckets]:
         """The common ones, then each rank's own, as in the layout."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 from collections.abc import AsyncIterator
@@ -24,6 +25,7 @@ from forge_async.policy.actor import PolicyActor
 from forge_async.policy.attestation import DigestMismatchError
 from forge_async.policy.weight_plan import WeightMismatchError
 from forge_async.store import Pulled, TensorShard, WeightStore, tensor_digest, version_digest
+from forge_async.store.part_plan import plan_part
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
 
@@ -136,6 +138,19 @@ async def test_a_replica_whose_lease_has_expired_goes_on(policy, torn: bool) -> 
     assert (await actor.call_one("sync", version, timeout=30))["digest"] == digest
     status = await actor.call_one("status")
     assert (status["version"], status["digest_mismatches"], status["update_failed"]) == (version, 0, None)
+
+
+async def test_a_replica_reads_anew_what_the_successor_of_a_dead_trainer_begins_anew(policy) -> None:
+    actor, store, weights = policy
+    version = await store.latest() + 1
+    plan = plan_part(tuple(TensorShard.whole(*item).spec for item in weights.items()), None, 256 << 20)
+    await store.request("begin", version, 0, 1, plan, os.getpid())  # and no more comes of that
+    syncing = asyncio.ensure_future(actor.call_one("sync", version, timeout=30))
+    while (await store.stats())["readers"] != {version: 1}:
+        pass
+    digest = await publish(store, version, weights)
+    assert (await syncing)["digest"] == digest
+    assert (await actor.call_one("status"))["update_failed"] is None
 
 
 async def test_an_overlong_prompt_is_an_error_and_the_engine_lives(policy) -> None:

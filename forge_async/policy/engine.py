@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from forge_async.errors import DataError, ForgeError, require
+from forge_async.errors import DataError, ForgeError, prefix_errors, require
 from forge_async.observability.spans import SpanRing
 from forge_async.policy import checkpoint, vllm_compat
-from forge_async.policy.config import PolicyConfig, SamplingConfig
+from forge_async.policy.config import PolicyConfig, SamplingConfig, UpdateConfig
 from forge_async.policy.counters import EngineCounters, SwapReport
 from forge_async.policy.inbox import EngineDied, Inbox
 from forge_async.policy.life_cycle import Requests, fulfil
@@ -178,7 +178,13 @@ class PolicyEngine:
         self._inbox.post("release", None)
 
     def set_mode(self, mode: str, kv: str) -> Future[None]:
-        """Treat new versions by ``policy.update.mode`` and ``kv`` from the next turn on; the future is done then."""
+        """Treat new versions by ``policy.update.mode`` and ``kv`` from the next turn on; the future is done then.
+
+        Raises:
+            ConfigError: there is no such mode.
+        """
+        with prefix_errors("policy.update"):
+            UpdateConfig(mode=mode, kv=kv)
         future: Future[None] = Future()
         self._inbox.post("mode", (mode, kv, future))
         return future

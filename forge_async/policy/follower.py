@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from forge_async.mesh.processes import stand_back
 from forge_async.policy.attestation import DigestMismatchError, attest, attest_parts
 from forge_async.policy.weight_plan import WeightMismatchError
 from forge_async.store.digest import tensor_digest
+from forge_async.store.errors import LeaseExpired, Superseded
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from forge_async.policy.engine import PolicyEngine
     from forge_async.policy.live_weights import Prepared
     from forge_async.store import Manifest, Pulled, WeightStore
+
+logger = logging.getLogger(__name__)
 
 SHORT_WORK_BYTES = 32 << 20
 """Versions up to this size are prepared in the time of a forward pass or two: no need to yield to those."""
@@ -47,7 +51,7 @@ class Follower:
         self.engine, self.store, self.rank = engine, store, rank
         self.weights_lock = asyncio.Lock()
         """Held while live parameters are written or read back."""
-        self._swaps = swaps or []
+        self._swaps, self._repeats = swaps or [], swaps is not None
         self._task: asyncio.Task[None] | None = None
         self._told = asyncio.Event()
         self._wanted = engine.version
@@ -122,15 +126,23 @@ class Follower:
     async def _follow(self) -> None:
         """Consumes the versions that were named; makes the newest committed one live, one update at a time.
 
-        Waits for the next name; ends by cancellation or by the first failed update, which later calls raise.
+        Waits for the next name; ends by cancellation or by the first failed update, which later calls raise. A lease
+        that has expired, as where this process was paused for long, is no failure, nor is a version that is begun anew,
+        as by the successor of a trainer that was killed: what is live is attested, and what was torn is pulled anew.
         """
         try:
             while True:
                 await self._told.wait()
                 self._told.clear()
                 while (self._swaps[0][0] if self._swaps else self._last_update["version"] + 1) <= self._wanted:
-                    await self._pull_and_swap()
+                    try:
+                        await self._pull_and_swap()
+                    except (LeaseExpired, Superseded) as void:
+                        if self.engine.lockstep is not None or self._repeats:  # others rely on this very attempt
+                            raise
+                        logger.warning("%s", void)
         except BaseException as error:
+            self._digest_mismatches += isinstance(error, DigestMismatchError)
             if self.rank > 0 and isinstance(error, Exception) and not isinstance(error, AGREED):
                 assert self.engine.on_death is not None
                 self.engine.on_death(error)  # rank 0 would wait for ever for this rank to swap
@@ -164,8 +176,10 @@ class Follower:
                 self._applied.notify_all()
             await self._beside(self.engine.weights.discard)
         finally:
-            await lease.release()  # which ends preparing too, where that still waits for the writer
-            await asyncio.gather(preparing, return_exceptions=True)
+            try:
+                await lease.release()  # which ends preparing too, where that still waits for the writer
+            finally:  # the next version is prepared in the same places
+                await asyncio.gather(preparing, return_exceptions=True)
 
     async def _swap(self, lease: Pulled, preparing: asyncio.Future[Prepared], began: float) -> dict[str, Any]:
         """Attest and swap a version, which is being prepared since ``began``, once it is committed.
@@ -229,7 +243,6 @@ class Follower:
             yield
         except AGREED as error:
             own = error
-            self._digest_mismatches += isinstance(error, DigestMismatchError)
         outcomes = [own]
         if self.engine.lockstep is not None:
             outcomes = await asyncio.to_thread(self.engine.lockstep.gather, own)

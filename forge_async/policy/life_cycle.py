@@ -107,11 +107,16 @@ class Requests:
         fulfil(request.future, request.completion("abort"))
 
     def carry_over(self, version: int, rules: UpdateRules) -> None:
-        """Treat the requests in vLLM as the mode says, between the change of weights and the next forward pass."""
+        """Treat the requests in vLLM as the mode says, between the change of weights and the next forward pass.
+
+        Other weights of the label that the live ones have leave no keys and values, whatever the mode: nothing would
+        tell them apart.
+        """
+        recomputes = rules.recomputes or version == self.version
         self.version = version
         empty = {request.request_id for request in self._without_kv()}
         taken = [request for request in self.active.values() if rules.withdraws or request.request_id in empty]
-        if rules.withdraws or rules.recomputes:
+        if rules.withdraws or recomputes:
             for request in self.active.values():
                 computed = vllm_compat.computed_tokens(self.vllm, request.internal_id)
                 # What starts over is generated anew, not computed anew: those tokens are the discarded ones.
@@ -119,7 +124,7 @@ class Requests:
         if rules.restarts:
             self.counters.discarded_tokens += sum(request.restart() for request in taken)
         self._withdraw(taken)
-        if rules.recomputes and self.active:
+        if recomputes:
             self.vllm.reset_prefix_cache(reset_running_requests=True)
             for request in self.active.values():
                 request.kv_version = version

@@ -34,7 +34,7 @@ from forge_async.mesh.processes import GiveWay
 from forge_async.policy import layer_costs, vllm_compat
 from forge_async.policy.config import UpdateConfig
 from forge_async.policy.layer_costs import Costs
-from forge_async.policy.weight_plan import Place, WeightMismatchError, WeightPlan, in_parts
+from forge_async.policy.weight_plan import Place, WeightMismatchError, WeightPlan, in_parts, same_bits
 from forge_async.store.digest import tensor_digest
 
 
@@ -129,7 +129,7 @@ class LiveWeights:
                 parameter = plan.parameters[name]
                 dense = parameter.data
                 packed = layer.pack(dense)
-                if not torch.equal(layer.unpack(packed), dense):
+                if not same_bits(layer.unpack(packed), dense):
                     raise WeightMismatchError(f"{name}: what is packed here does not unpack to the same values")
                 layer.install(parameter, dense if layer.shared else None, packed)
             if self.costs is not None:
@@ -338,7 +338,7 @@ class LiveWeights:
         assert layer is not None
         with torch.no_grad():
             unpacked = layer.unpack(packed)
-        if dense is not None and not torch.equal(dense, unpacked):
+        if dense is not None and not same_bits(dense, unpacked):
             raise WeightMismatchError(f"{name}: the output layer's packed matrix differs from the embedding tied to it")
         return unpacked
 

@@ -207,11 +207,10 @@ class WeightPlan:
         """
         entry = self.entries[self.aliases.get(name, name)]
         held = self.parameters.__getitem__ if of is None else of
-        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[entry.dtype.itemsize]
         source = tensor.to(entry.dtype).contiguous()
         with torch.inference_mode():
             return all(
-                torch.equal(piece.within(held(piece.parameter)).view(bits), piece.of(source).to(self.device).view(bits))
+                same_bits(piece.within(held(piece.parameter)), piece.of(source).to(self.device))
                 for piece in entry.pieces
             )
 
@@ -285,6 +284,12 @@ class Place:
         return known or (None if held is None else bytes_digest(*held))
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype hold the same, bit by bit: NaN too, which equals nothing."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.dtype.itemsize]
+    return torch.equal(one.view(bits), other.view(bits))
+
+
 def address(tensor: torch.Tensor) -> int:
     """Where a tensor begins in memory; 0 where it does not lie in one run on the CPU."""
     return tensor.data_ptr() if tensor.device.type == "cpu" and tensor.is_contiguous() else 0
@@ -319,7 +324,7 @@ def build_plan(model: torch.nn.Module, model_path: str | Path, whole: bool = Tru
         if name not in plan.entries:
             continue
         tensor = tensor.to(plan.entries[name].dtype).to(plan.device)
-        if not (torch.equal(plan.read(name), tensor) if whole else plan.holds(name, tensor)):
+        if not (same_bits(plan.read(name), tensor) if whole else plan.holds(name, tensor)):
             raise WeightMismatchError(
                 f"{name}: the live parameters do not hold the checkpoint's values as loaded, so weights of this model "
                 "cannot be replaced in place here"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forge_async.store.config import StoreConfig
     from forge_async.store.digest import tensor_digest, version_digest
-    from forge_async.store.errors import StoreError, VersionGone
+    from forge_async.store.errors import LeaseExpired, StoreError, Superseded, VersionGone
     from forge_async.store.layout import FullTensor, Manifest, TensorEntry, TensorShard
     from forge_async.store.messages import Committed
     from forge_async.store.pulled import Pulled
@@ -18,7 +18,9 @@ _ROOMS = {
     "StoreConfig": "config",
     "tensor_digest": "digest",
     "version_digest": "digest",
+    "LeaseExpired": "errors",
     "StoreError": "errors",
+    "Superseded": "errors",
     "VersionGone": "errors",
     "Committed": "messages",
     "FullTensor": "layout",
@@ -32,10 +34,12 @@ _ROOMS = {
 __all__ = [
     "Committed",
     "FullTensor",
+    "LeaseExpired",
     "Manifest",
     "Pulled",
     "StoreConfig",
     "StoreError",
+    "Superseded",
     "TensorEntry",
     "TensorShard",
     "VersionGone",

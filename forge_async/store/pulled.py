@@ -12,7 +12,7 @@ import torch
 from forge_async.errors import ForgeError
 from forge_async.store.counts import WrittenCounts
 from forge_async.store.digest import nothing
-from forge_async.store.errors import StoreError
+from forge_async.store.errors import LeaseExpired, StoreError
 from forge_async.store.layout import (
     Manifest,
     Ranges,
@@ -162,7 +162,7 @@ class Pulled(Mapping[str, torch.Tensor]):
         """Give the version back; its tensors must not be used any more. Safe to call again.
 
         Raises:
-            StoreError: the lease had expired before, so that what was read may be torn.
+            LeaseExpired: before it was released.
         """
         if self._released:
             return
@@ -174,7 +174,7 @@ class Pulled(Mapping[str, torch.Tensor]):
         self._views, self._assembled = {}, {}
         self.buckets.clear()
         if not await self._store.request("release", self._lease_id):
-            raise StoreError(
+            raise LeaseExpired(
                 f"the lease of version {self.version} expired before it was released: what was read may be torn. "
                 "Raise store.lease_ttl_s"
             )

@@ -20,7 +20,7 @@ from forge_async.mesh import ForgeActor
 from forge_async.store import torchstore_compat
 from forge_async.store.counts import WrittenCounts
 from forge_async.store.digest import version_digest
-from forge_async.store.errors import StoreError, VersionGone
+from forge_async.store.errors import LeaseExpired, StoreError, Superseded, VersionGone
 from forge_async.store.layout import PartPlan, combined, unpacked_plan
 from forge_async.store.messages import Committed, Digests, Grant, Lease, VersionInfo
 from forge_async.store.shared_memory import Segment, SegmentPool, attach, create_segment
@@ -65,16 +65,25 @@ class Registry(ForgeActor):
     # ---- writers ----
 
     @concurrent_endpoint
-    async def begin(self, version: int, rank: int, ranks: int, plan: bytes, shares_memory: bool) -> Grant:
+    async def begin(self, version: int, rank: int, ranks: int, plan: bytes, writer: int | None) -> Grant:
         """Room for one rank's part, ``plan`` (a packed :class:`PartPlan`).
 
         A rank that has begun or ended its part of this version before starts the version over: what any rank has put
-        for it is void. One that comes to a version that has failed without it is told why.
+        for it is void. So does one that finds the part of a process that has ended since: its trainer is gone, and with
+        its successor's parts it would make a version of two trainers' weights. One that comes to a version that has
+        failed without it is told why.
+
+        Args:
+            writer: the rank's process, where that shares memory with the store.
         """
         await self._collected()  # its segments can be used again
+        shares_memory = writer is not None
         entry = self._versions.get(version)
-        if entry is not None and entry.committed is None and entry.knows(rank):
-            await self._start_over(entry, rank)
+        if entry is not None and entry.committed is None:
+            if entry.knows(rank):
+                await self._start_over(entry, f"the part of rank {rank} was put again since")
+            elif (ended := entry.ended()) is not None:
+                await self._start_over(entry, f"the process of rank {ended} has ended")
         entry = self._open(version)
         if entry.failed:
             await entry.settled  # its finish will be noted, so that its next begin is another attempt
@@ -92,9 +101,9 @@ class Registry(ForgeActor):
                     f"version {version}: rank {rank} has buckets of {part.sizes} bytes, another rank of {other}; all "
                     "ranks must pass the same layout"
                 )
-        entry.parts[rank] = Part(attempt, plan, own)
+        entry.parts[rank] = Part(attempt, plan, own, writer)
         if shares_memory and entry.counts is None:
-            entry.counts = self._pool.take(8 * ranks)
+            (entry.counts,) = self._pool.take_all([8 * ranks])
             attach(entry.counts).zero_()
         if len(entry.parts) == ranks:
             entry.arranged = asyncio.ensure_future(self._arrange(entry))  # while the ranks begin to write
@@ -116,7 +125,7 @@ class Registry(ForgeActor):
         else:
             entry = self._open(version)
             if rank in entry.outcomes:
-                await self._start_over(entry, rank)
+                await self._start_over(entry, f"the part of rank {rank} was put again since")
                 entry = self._open(version)
         entry.outcomes[rank] = failure
         if failure is not None:
@@ -167,10 +176,9 @@ class Registry(ForgeActor):
             entry = self._versions.get(version)
             return entry if entry is not None and (entry.failed or (near and entry.within_reach)) else None
 
-        if not await self._until(lambda: ready() is not None, timeout_s):
-            return None
-        entry = ready()
-        assert entry is not None
+        while (entry := ready()) is None:  # once more: between being woken and going on it may have been started over
+            if not await self._until(lambda: ready() is not None, timeout_s):
+                return None
         if entry.failed:
             await entry.settled
         return await self._lease(entry, near)
@@ -182,7 +190,7 @@ class Registry(ForgeActor):
         Raises why it has failed, and when the lease has ended.
         """
         if lease_id not in self._leases:
-            raise StoreError("the lease of a version that was being read has expired. Raise store.lease_ttl_s")
+            raise LeaseExpired("the lease of a version that was being read has expired. Raise store.lease_ttl_s")
         entry, _ = self._leases[lease_id]
         await asyncio.wait({entry.settled}, timeout=timeout_s)
         if entry.failed:
@@ -233,9 +241,9 @@ class Registry(ForgeActor):
             raise StoreError(f"version {version} cannot be written: version {self._latest} is committed already")
         return self._versions.setdefault(version, Version(version))
 
-    async def _start_over(self, entry: Version, rank: int) -> None:
+    async def _start_over(self, entry: Version, why: str) -> None:
         del self._versions[entry.number]
-        entry.fail(f"version {entry.number}: the part of rank {rank} was put again since")
+        entry.fail(f"version {entry.number}: {why}", Superseded)
         await self._tell()
         await self._discard(entry)
 
@@ -250,7 +258,7 @@ class Registry(ForgeActor):
         keys = [bucket_key(version, owner, attempt, index) for index in range(len(plan.sizes))]
         if not shares_memory:
             return Buckets(keys, [])
-        return Buckets(keys, [self._pool.take(nbytes) for nbytes in plan.sizes])
+        return Buckets(keys, self._pool.take_all(plan.sizes))
 
     async def _arrange(self, entry: Version) -> None:
         """All ranks have begun: check that their plans make whole tensors, and let readers see the layout."""
@@ -363,7 +371,7 @@ class Registry(ForgeActor):
             stale = [number for number in self._versions if number <= latest and number not in kept]
             gone = [self._versions.pop(number) for number in stale]
             for entry in gone:
-                entry.fail(f"version {latest} was committed meanwhile")
+                entry.fail(f"version {latest} was committed meanwhile", Superseded)
             if gone:
                 await self._tell()
             for entry in gone:

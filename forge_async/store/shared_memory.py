@@ -7,13 +7,18 @@ cannot be left behind, whoever is killed.
 
 from __future__ import annotations
 
+import errno
+import functools
 import itertools
 import mmap
 import os
-from collections.abc import Iterable
+import resource
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from forge_async.store.errors import StoreError
 
 _numbers = itertools.count()
 
@@ -44,8 +49,17 @@ _mapped: dict[str, tuple[Segment, torch.Tensor]] = {}
 """Segments mapped into this process, by id, as uint8 [nbytes]."""
 
 
+@functools.cache
+def allow_many_files() -> None:
+    """Raise this process's limit of open files, as far as it may: each mapped segment holds one or two, and most
+    systems begin with 1024, which a large model's versions exceed."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(most, 1 << 16)), most))
+
+
 def create_segment(nbytes: int) -> Segment:
     """Make a segment owned by this process, zero-filled."""
+    allow_many_files()
     descriptor = os.memfd_create("forge-async-weights", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -72,6 +86,7 @@ def attach(segment: Segment) -> torch.Tensor:
     known = _mapped.get(segment.segment_id)
     if known is not None:
         return known[1]
+    allow_many_files()
     descriptor = os.open(f"/proc/{segment.owner_pid}/fd/{segment.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return _map(segment, descriptor, populate=True)
@@ -109,9 +124,32 @@ class SegmentPool:
             segment = min(fitting, key=lambda candidate: candidate.nbytes)
             self.free.remove(segment)
         else:
-            segment = create_segment(-(-nbytes // 4096) * 4096)
+            segment = create_segment(-(-max(nbytes, 1) // 4096) * 4096)
         self.used[segment.segment_id] = segment
         return segment
+
+    def take_all(self, sizes: Sequence[int]) -> list[Segment]:
+        """A segment of each size, or none at all.
+
+        Raises:
+            StoreError: there is no room.
+        """
+        taken: list[Segment] = []
+        try:
+            for nbytes in sizes:
+                taken.append(self.take(nbytes))
+        except OSError as error:
+            self.give_up(taken)
+            raise StoreError(
+                f"the store has no room for {len(sizes)} buckets of {sum(sizes) >> 20} MiB in all, beside "
+                f"{self.nbytes >> 20} MiB that it holds: {error.strerror}. "
+                + (
+                    "Raise store.bucket_mib, for fewer buckets, or the limit of open files (ulimit -n)"
+                    if error.errno == errno.EMFILE
+                    else "Give it more memory, or lower store.keep_versions"
+                )
+            ) from error
+        return taken
 
     def give_back(self, segments: list[Segment]) -> None:
         for segment in segments:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from forge_async.mesh.processes import process_alive
 from forge_async.store.errors import StoreError
 from forge_async.store.layout import Layout, unpacked_layout
 from forge_async.store.messages import Committed, Digests, VersionInfo
@@ -31,6 +32,8 @@ class Part:
     plan: bytes
     own: Buckets | None
     """None: it writes to the buckets that all ranks have in common."""
+    writer: int | None
+    """The process that writes it, where that shares memory with the store."""
     digests: bytes = b""
     """Of its pieces' own blocks, once it has finished."""
 
@@ -82,10 +85,15 @@ class Version:
         """Whether the rank has begun or ended its part: if it begins another, that is a new attempt."""
         return rank in self.parts or rank in self.outcomes
 
-    def fail(self, message: str) -> None:
+    def ended(self) -> int | None:
+        """A rank whose process has ended since it began, if there is one: a living one waits for the commit."""
+        writers = {rank: part.writer for rank, part in self.parts.items() if part.writer is not None}
+        return next((rank for rank, writer in writers.items() if not process_alive(writer)), None)
+
+    def fail(self, message: str, kind: type[StoreError] = StoreError) -> None:
         """End the attempt, unless it has ended: ranks and readers that wait are told."""
         if not self.settled.done():
-            self.settled.set_exception(StoreError(message))
+            self.settled.set_exception(kind(message))
 
     def all_buckets(self) -> list[Buckets]:
         """The common ones, then each rank's own, as in the layout."""

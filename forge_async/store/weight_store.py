@@ -103,6 +103,8 @@ class WeightStore:
         Raises:
             StoreError: naming the rank that failed with its cause, or the tensor that the parts do not cover exactly.
         """
+        if not 0 <= rank < ranks:
+            raise StoreError(f"rank {rank} of {ranks} cannot publish: ranks count from 0 to {ranks - 1}")
         part = PartWriter(self, version, rank)
         digests = b""
         failure: str | None = None

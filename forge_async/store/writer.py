@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -43,7 +44,9 @@ class PartWriter:
         config, full = self._store.config, None if layout is None or not near else tuple(layout)
         data = plan_part(tuple(shard.spec for shard in shards), full, config.bucket_mib << 20, config.dtype)
         plan = unpacked_plan(data)
-        grant: Grant = await self._store.request("begin", self._version, self._rank, ranks, data, near)
+        grant: Grant = await self._store.request(
+            "begin", self._version, self._rank, ranks, data, os.getpid() if near else None
+        )
         self.attempt = grant.attempt
         forget_segments(grant.live_segments)
         if grant.segments is not None:

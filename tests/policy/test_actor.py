@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 from collections.abc import AsyncIterator
@@ -23,7 +24,8 @@ from forge_async.policy import PolicyConfig, SamplingConfig, UpdateConfig
 from forge_async.policy.actor import PolicyActor
 from forge_async.policy.attestation import DigestMismatchError
 from forge_async.policy.weight_plan import WeightMismatchError
-from forge_async.store import TensorShard, WeightStore, tensor_digest, version_digest
+from forge_async.store import Pulled, TensorShard, WeightStore, tensor_digest, version_digest
+from forge_async.store.part_plan import plan_part
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
 
@@ -47,6 +49,22 @@ class Breakable(PolicyActor):
         writes["model.layers.1.mlp.gate_up_proj.weight"] = [(second, one), (first, other)]
         self._ready().weights._places.clear()  # they were made by the former mapping
         return first, second
+
+    @concurrent_endpoint
+    async def lose_next_lease(self, torn: bool) -> None:
+        """The next lease has expired, as that of a paused process; with ``torn`` other values are read by it."""
+        store = self._following().store
+        acquire_next = store.acquire_next
+
+        async def expired(version: int) -> Pulled:
+            store.acquire_next = acquire_next  # type: ignore[method-assign]
+            lease = await acquire_next(version)
+            await store.request("release", lease._lease_id)
+            if torn:
+                lease._views, lease.buckets = {}, {bucket: 0 * memory for bucket, memory in lease.buckets.items()}
+            return lease
+
+        store.acquire_next = expired  # type: ignore[method-assign]
 
 
 async def publish(store: WeightStore, version: int, tensors: dict[str, torch.Tensor]) -> str:
@@ -110,6 +128,31 @@ async def test_weights_published_in_another_dtype_are_converted_and_attested(pol
     assert digests == {name: tensor_digest(tensor.float()) for name, tensor in halves.items()}
 
 
+@pytest.mark.parametrize("torn", [False, True])
+async def test_a_replica_whose_lease_has_expired_goes_on(policy, torn: bool) -> None:
+    """What was torn is pulled anew, and what is attested was not."""
+    actor, store, weights = policy
+    version = await store.latest() + 1
+    digest = await publish(store, version, {name: tensor * 1.3 for name, tensor in weights.items()})
+    await actor.call_one("lose_next_lease", torn)
+    assert (await actor.call_one("sync", version, timeout=30))["digest"] == digest
+    status = await actor.call_one("status")
+    assert (status["version"], status["digest_mismatches"], status["update_failed"]) == (version, 0, None)
+
+
+async def test_a_replica_reads_anew_what_the_successor_of_a_dead_trainer_begins_anew(policy) -> None:
+    actor, store, weights = policy
+    version = await store.latest() + 1
+    plan = plan_part(tuple(TensorShard.whole(*item).spec for item in weights.items()), None, 256 << 20)
+    await store.request("begin", version, 0, 1, plan, os.getpid())  # and no more comes of that
+    syncing = asyncio.ensure_future(actor.call_one("sync", version, timeout=30))
+    while (await store.stats())["readers"] != {version: 1}:
+        pass
+    digest = await publish(store, version, weights)
+    assert (await syncing)["digest"] == digest
+    assert (await actor.call_one("status"))["update_failed"] is None
+
+
 async def test_an_overlong_prompt_is_an_error_and_the_engine_lives(policy) -> None:
     actor, _, _ = policy
     with pytest.raises(DataError, match="512 tokens, allowed are 1 to 511"):
@@ -132,13 +175,14 @@ async def test_an_update_that_does_not_fit_names_the_tensor_and_stays_an_error(p
     """The replica follows no further versions after it."""
     actor, store, weights = policy
     name = "model.norm.weight"
-    await publish(store, 4, weights | {name: weights[name][:-1]})
+    live = await store.latest()
+    await publish(store, live + 1, weights | {name: weights[name][:-1]})
     for endpoint in ("sync", "follow"):
         with pytest.raises(WeightMismatchError, match=name):
-            await actor.call_one(endpoint, 4, timeout=30)
+            await actor.call_one(endpoint, live + 1, timeout=30)
     status = await actor.call_one("status")
-    assert status["version"] == 3 and name in status["update_failed"]
-    assert set((await actor.call_one("generate", [5] * 9)).policy_versions) == {3}
+    assert status["version"] == live and name in status["update_failed"]
+    assert set((await actor.call_one("generate", [5] * 9)).policy_versions) == {live}
 
 
 async def test_after_a_copy_that_cannot_be_attested_nothing_is_generated(policy, tiny_llama: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forge_async.errors import ConfigError
 from forge_async.journal import completion_line
 from forge_async.policy import PolicyConfig, UpdateConfig
 from forge_async.policy.engine import PolicyEngine
@@ -182,6 +183,9 @@ class Harness:
     def hold(self, back: int) -> None:
         self.holds.append(self.engine.hold(max(0, self.engine.version - back)))
 
+    def mode(self, how: tuple[str, str]) -> None:
+        self.engine.set_mode(*how)
+
     def turns(self, count: int) -> None:
         engine = self.engine
         while count and (engine._inbox or engine._runnable):
@@ -201,18 +205,16 @@ class Harness:
         return [request.future.result() for request, _ in self.requests]
 
 
-COMMANDS = st.lists(
-    st.one_of(
-        st.tuples(st.just("submit"), st.integers(0, len(PROMPTS) - 1), st.integers(1, 20)),
-        st.tuples(st.just("turns"), st.integers(1, 10)),
-        st.tuples(st.just("swap")),
-        st.tuples(st.just("abort"), st.integers(0, 9)),
-        st.tuples(st.just("hold"), st.integers(0, 1)),
-        st.tuples(st.just("release")),
-    ),
-    min_size=15,
-    max_size=40,
+COMMAND = st.one_of(
+    st.tuples(st.just("submit"), st.integers(0, len(PROMPTS) - 1), st.integers(1, 20)),
+    st.tuples(st.just("turns"), st.integers(1, 10)),
+    st.tuples(st.just("swap")),
+    st.tuples(st.just("abort"), st.integers(0, 9)),
+    st.tuples(st.just("hold"), st.integers(0, 1)),
+    st.tuples(st.just("release")),
 )
+COMMANDS = st.lists(COMMAND, min_size=15, max_size=40)
+ANY_MODE = st.tuples(st.just("mode"), st.sampled_from(list(RULES)))
 
 
 @pytest.mark.parametrize("how", RULES, ids="-".join)
@@ -240,6 +242,48 @@ def test_every_request_ends_once_with_the_versions_that_made_it(
     assert counters.discarded_tokens == 0 or how[0] == "abort_retry"
     assert counters.aborted == 0
     assert [swap.result().version for swap in harness.swaps] == list(range(1, harness.named + 1))
+
+
+@settings(max_examples=200)
+@given(commands=st.lists(st.one_of(COMMAND, ANY_MODE), min_size=15, max_size=60), seed=st.integers(0, 2**16))
+def test_the_mode_may_change_while_requests_run_and_swaps_wait(commands: list[Any], seed: int) -> None:
+    harness = Harness(UpdateConfig(), seed)
+    for name, *arguments in commands:
+        (harness.engine.release if name == "release" else getattr(harness, name))(*arguments)
+    for completion in harness.finish():
+        truth = [harness.vllm.truth[int(-serial)] for serial in completion.logprobs]
+        named = zip(completion.policy_versions.tolist(), completion.kv_versions.tolist(), strict=True)
+        assert list(named) == truth
+    assert harness.engine.version == harness.named
+
+
+def test_a_mode_that_does_not_exist_is_refused_and_the_engine_lives() -> None:
+    engine = Harness(UpdateConfig(), seed=0).engine
+    for mode, kv, message in (
+        ("drian", "keep", "update.mode = 'drian'"),
+        ("drain", "recompute", "update.kv = 'recomp"),
+    ):
+        with pytest.raises(ConfigError, match=f"^policy.{message}"):
+            engine.set_mode(mode, kv)
+    assert not engine._inbox
+
+
+@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("how", RULES, ids="-".join)
+def test_other_weights_of_the_same_label_leave_no_keys_and_values(how: tuple[str, str], running: bool) -> None:
+    """As when a replica's folder and the first version in the store differ: nothing would tell which made them."""
+    harness = Harness(UpdateConfig(mode=how[0], kv=how[1]), seed=1)
+    harness.submit(0, 9)
+    harness.turns(4 if running else 50)
+    assert harness.vllm.cache and len(harness.engine._requests.active) == running
+    harness.swaps.append(harness.engine.swap(0, Prepared({}, None, False)))
+    while not harness.swaps[0].done():
+        assert harness.engine._take_inbox()
+        harness.engine._update()
+        if not harness.swaps[0].done():
+            harness.engine._requests.step()  # mode drain waits
+    assert harness.vllm.cache == {} and not any(request.kv for request in harness.vllm.requests.values())
+    assert set(harness.finish()[0].policy_versions) == {0}
 
 
 @pytest.mark.parametrize("how", RULES, ids="-".join)

@@ -177,6 +177,18 @@ def test_what_is_held_is_attested(make, way: tuple[str, str]) -> None:
         attest(4, digests(both), both, weights.digests(), weights.plan.aliases)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_no_number_is_held_and_attested_as_any_other_value(make, way: tuple[str, str]) -> None:
+    """A trainer that diverged is no fault of the generator's packing."""
+    _, weights = make(*way)
+    tensors = version(1)
+    for tensor in tensors.values():
+        tensor.view(-1)[:3] = torch.tensor([torch.nan, -torch.inf, -0.0])
+    weights.apply(weights.prepare(tensors))
+    attest(1, digests(tensors), tensors, weights.digests(), weights.plan.aliases)
+    assert all(same for _, same in weights.compare(tensors))
+
+
 @pytest.mark.parametrize("layers", ["live", "packed"])
 def test_digests_taken_while_preparing_are_those_of_what_forward_passes_then_use(make, layers: str) -> None:
     _, weights = make("flip", layers)

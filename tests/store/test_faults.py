@@ -146,6 +146,19 @@ async def test_ranks_share_a_layout_and_a_failing_one_fails_all() -> None:
         await fresh.call("publish", store, 3)
         stats = await store.stats()
         assert (stats["versions"], stats["pending"]) == ([2, 3], [])
+
+        # A trainer is killed when only its rank 0 has put its part: its successor's rank 1 does not complete that.
+        hanging = asyncio.ensure_future(reader.call_one("publish", store, 4))
+        await until(store, "pending", [4])
+        await asyncio.sleep(1.0)
+        os.kill(reader.pids()[0], signal.SIGKILL)
+        with pytest.raises(ActorDied):
+            await hanging
+        second = asyncio.ensure_future(store.publish(4, 1, 2, shards_of(5, 1), LAYOUT))
+        await asyncio.sleep(0.5)
+        first = store.publish(4, 0, 2, shards_of(5, 0), LAYOUT)
+        for committed in await asyncio.wait_for(asyncio.gather(first, second), 20):
+            assert committed.digest == version_digest(full_tensors(5))
         await store.close()
 
 

@@ -238,7 +238,7 @@ async def test_a_rank_that_comes_after_anothers_failure_is_told_and_may_try_agai
 
     async def fail() -> None:
         plan = plan_part((), None, 1 << 20)
-        attempt = (await store.request("begin", version, 1, 2, plan, True)).attempt if granted else None
+        attempt = (await store.request("begin", version, 1, 2, plan, os.getpid())).attempt if granted else None
         with pytest.raises(StoreError, match=failure):
             await store.request("finish", version, 1, 2, attempt, "no space left", b"")
 
@@ -250,6 +250,13 @@ async def test_a_rank_that_comes_after_anothers_failure_is_told_and_may_try_agai
         with pytest.raises(StoreError, match=failure):
             await publish(0)
     assert set(await asyncio.gather(publish(0), publish(1))) == {version_digest(full_tensors(version))}
+
+
+async def test_ranks_count_from_0(store):
+    """Else the store would wait for ever for ranks that nobody has."""
+    for rank, ranks in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(StoreError, match=f"rank {rank} of {ranks} cannot publish"):
+            await asyncio.wait_for(store.publish(9, rank, ranks, shards(9, 0, 1)), 10)
 
 
 async def test_a_leased_version_stays_and_goes_when_released(store, writers, reader):

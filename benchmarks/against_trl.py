@@ -61,9 +61,10 @@ class Run:
 
 
 def ours(arm: str, options: argparse.Namespace, folder: Path, seed: int) -> Run:
-    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
-    every = [f"placement.trainer_cores=[{cores}]", f"placement.policy_cores=[{cores}]"]
-    own = ["buffer.max_staleness=0", "buffer.max_open_groups=null", *every] if arm == "sync" else []
+    sys.path.append(str(ROOT))
+    from benchmarks.async_vs_sync import SYNCHRONOUS, every_core
+
+    own = [*SYNCHRONOUS, *every_core()] if arm == "sync" else []
     own += [f"steps={options.warm_up + options.steps}", f"seed={seed}", f"output_dir={folder}", f"name={arm}-{seed}"]
     command = [sys.executable, str(ROOT / "apps" / "grpo_main.py"), "--config", options.config]
     done = subprocess.run(

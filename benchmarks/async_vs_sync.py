@@ -26,6 +26,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+SYNCHRONOUS = ["buffer.max_staleness=0", "buffer.max_open_groups=null"]
+
+
+def every_core() -> list[str]:
+    """Settings that give each side all cores of this process."""
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+    return [f"placement.trainer_cores=[{cores}]", f"placement.policy_cores=[{cores}]"]
 
 
 def run(config: str, folder: Path, name: str, overrides: list[str]) -> dict[str, Any]:
@@ -52,10 +59,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args()
     bound = [] if options.max_staleness is None else [f"buffer.max_staleness={options.max_staleness}"]
-    synchronous = ["buffer.max_staleness=0", "buffer.max_open_groups=null"]
-    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
-    every = [f"placement.trainer_cores=[{cores}]", f"placement.policy_cores=[{cores}]"]
-    arms = {"sync": synchronous, "sync_all_cores": [*synchronous, *every], "async": bound}
+    arms = {"sync": SYNCHRONOUS, "sync_all_cores": [*SYNCHRONOUS, *every_core()], "async": bound}
     common = [*options.overrides, f"steps={options.steps}"]
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     with tempfile.TemporaryDirectory() as folder:

@@ -55,6 +55,8 @@ class Summary(Shown):
     """Prompts whose group was trained on."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Prompts by the reason why they were not."""
+    in_flight: int = 0
+    """Prompts without a fate yet; none once a run has ended."""
     requeued_requests: int = 0
     """Requests sent again because their replica died."""
     retried: int = 0
@@ -74,8 +76,8 @@ class Summary(Shown):
 
     @property
     def balanced(self) -> bool:
-        """Every admitted prompt has exactly one fate."""
-        return self.admitted == self.trained + sum(self.dropped.values())
+        """Every admitted prompt has exactly one fate, or is in flight."""
+        return self.admitted == self.trained + sum(self.dropped.values()) + self.in_flight
 
     @property
     def reward_first5(self) -> float | None:
@@ -153,6 +155,7 @@ class Summary(Shown):
             (
                 "prompts",
                 f"{self.admitted} admitted, {self.trained} trained, dropped: {dropped}"
+                + (f", in flight: {self.in_flight}" if self.in_flight else "")
                 + ("" if self.balanced else "  (THE LEDGER DOES NOT BALANCE)"),
             ),
             ("tokens/s", f"generated {self.generated_tokens_per_s:.0f}, trained {self.trained_tokens_per_s:.0f}"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -77,8 +77,10 @@ def prompt_ids(asked: Asked, tokenizer: Any, dataset: DatasetConfig) -> IdArray:
     """int32 [P]: the prompt as the run's own are rendered: text gets the dataset's system prompt and examples."""
     if isinstance(asked, str):
         return render_prompt(tokenizer, build_messages(asked, dataset.system_prompt, dataset.examples))
-    if not hasattr(asked, "__len__"):
+    if not hasattr(asked, "__len__") or isinstance(asked, Mapping):
         raise DataError(f"the prompt is {asked!r}: give text, chat messages or token ids")
+    if len(asked) and isinstance(asked[0], str):  # numpy would make ids of digits
+        raise DataError(f"the prompt is a list of text, {asked!r}: give one prompt per call")
     if len(asked) and isinstance(asked[0], dict):
         return render_prompt(tokenizer, asked)  # type: ignore[arg-type]
     try:

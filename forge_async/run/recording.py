@@ -237,6 +237,7 @@ class Recording:
             admitted=ledger["admitted"],
             trained=ledger["trained"],
             dropped=ledger["dropped"],
+            in_flight=buffer.ledger.in_flight,
             requeued_requests=tally.requeued,
             retried=buffer.retried,
             selection_bias={name: item.to_dict() for name, item in buffer.ledger.selection().items()},

@@ -110,6 +110,8 @@ def test_what_is_wrong_is_said() -> None:
     summary.print(Path("summary.json"), file=file)
     assert "THE LEDGER DOES NOT BALANCE" in file.getvalue()
     assert "2 of 9000 without a policy version" in file.getvalue()
+    still_up = make_summary(trained=95, in_flight=1)
+    assert still_up.balanced and dict(still_up.lines())["prompts"].endswith("in flight: 1")
     lost = dict(make_summary(aborted_by_swap=3, digest_mismatches=1).lines())["swaps"]
     assert lost == "24, 23 with requests in flight, 3 REQUESTS LOST, 1 DIGEST MISMATCHES"
 

@@ -102,7 +102,12 @@ async def test_a_refused_prompt_is_no_event_and_an_answered_one_is(
     service.refuses = DataError("the prompt has 9 tokens, allowed are 1 to 8")
     with pytest.raises(DataError, match="^the prompt has 9 tokens"):
         await PolicyControl(run).generate([5] * 9)
-    for wrong in (["one"], [2**40], [[5], [6, 7]]):
+    for wrong in (["one"], ["101", "11"]):
+        with pytest.raises(DataError, match="one prompt per call"):
+            await PolicyControl(run).generate(wrong)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="give text, chat messages or token ids"):
+        await PolicyControl(run).generate({"role": "user", "content": "101"})  # type: ignore[arg-type]
+    for wrong in ([2**40], [[5], [6, 7]]):
         with pytest.raises(DataError, match="neither text nor chat messages nor token ids"):
             await PolicyControl(run).generate(wrong)  # type: ignore[arg-type]
     assert told() == [[], []] and service.requests == []

@@ -62,7 +62,7 @@ class ChecksConfig:
     ratio_samples: int = 8
     """Fresh completions whose importance ratios must be 1 while the weights are unchanged; 0 switches the check off."""
     ratio_tolerance: float | None = None
-    """Largest allowed |ratio - 1| of any token; null: 1e-4 where policy and trainer compute in float32, else 0.5."""
+    """Largest allowed |ratio - 1| of any token; null: 1e-4 where policy and trainer compute in float32, else 0.3."""
 
     def __post_init__(self) -> None:
         require(self.ratio_samples >= 0, "ratio_samples", self.ratio_samples, "0 or more")
@@ -192,7 +192,7 @@ class Config:
         if self.checks.ratio_tolerance is not None:
             return self.checks.ratio_tolerance
         precisions = {self.policy.dtype, self.trainer.beside(self.policy.dtype).precision}
-        return 1e-4 if precisions == {"float32"} else 0.5  # in bfloat16 0.2 is common (docs/trainer.md)
+        return 1e-4 if precisions == {"float32"} else 0.3
 
 
 @dataclass(frozen=True)

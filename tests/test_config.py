@@ -121,9 +121,9 @@ def test_errors_name_key_value_and_what_is_allowed(override: str, key: str, word
     ("overrides", "precision", "tolerance"),
     [
         ([], "float32", 1e-4),
-        (["policy.dtype=bfloat16"], "bfloat16", 0.5),
-        (["policy.dtype=float16"], "float32", 0.5),
-        (["trainer.dtype=bfloat16"], "bfloat16", 0.5),
+        (["policy.dtype=bfloat16"], "bfloat16", 0.3),
+        (["policy.dtype=float16"], "float32", 0.3),
+        (["trainer.dtype=bfloat16"], "bfloat16", 0.3),
         (["policy.dtype=bfloat16", "trainer.dtype=float32", "checks.ratio_tolerance=0.1"], "float32", 0.1),
     ],
 )

@@ -188,7 +188,7 @@ class PolicyControl:
         Raises:
             RunStateError: the run is not up.
             ConfigError: a sampling setting is wrong.
-            DataError: the prompt is empty, too long, or no prompt at all.
+            DataError: the prompt is too long, without a token, or no prompt at all.
             ForgeError: every replica that was asked died.
         """
         run = self._run

@@ -178,6 +178,7 @@ def test_a_page_left_open_shows_nothing_but_the_run_that_is_served_now(browser: 
     try:
         with opened(browser, server.answer()["url"], may_end=True) as page:
             assert figure(page, "episodes") == "120"
+            page.wait_for_selector(".tokens")  # else it may ask the other run for this one's last episode
             server.stop()
             server = Beside.start(second, config)
             server.answer()
